@@ -1,0 +1,39 @@
+# Two commands: `make demo` and `make test`. Each makes its own virtual environment in .venv.
+PYTHON ?= python3
+PIP = .venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test lint types doctest unit clean
+
+demo: .venv/installed
+	.venv/bin/bandmf optimize --steps 4096 --bands 16 --family banded --plot demo.png
+
+test: lint types doctest unit
+
+lint: .venv/installed-dev
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+
+types: .venv/installed-dev
+	.venv/bin/mypy
+
+doctest: .venv/installed-dev
+	.venv/bin/python -m pytest --doctest-modules src/bandmf
+
+unit: .venv/installed-dev
+	.venv/bin/python -m pytest tests
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/installed: .venv/bin/python pyproject.toml constraints.txt
+	$(PIP) --editable .
+	touch $@
+
+# torch first: the constraint picks one build, so that nothing later pulls in another.
+.venv/installed-dev: .venv/bin/python pyproject.toml constraints.txt
+	$(PIP) torch
+	$(PIP) --editable ".[dev]"
+	touch $@ .venv/installed
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build demo.png

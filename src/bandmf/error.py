@@ -1,0 +1,121 @@
+"""The error of a strategy on a workload: what its noise does to the quantities that training uses.
+
+With B = A C^-1, step i has squared error |row i of B|^2 (for unit noise; sensitivity not included):
+
+    per_step_error      those numbers
+    rmse                sensitivity * sqrt(mean of them)
+    max_error           sensitivity * sqrt(largest of them)
+
+Three exact ways, cheapest first: the response of a Toeplitz strategy (any n), the banded covariance
+recursion (O(n b^2)), the covariance of the joint state of C^-1 and A. `per_step_error_by_rows` is the
+paper's own streaming algorithm, O(n^2 b): the reference, and the fall-back where there is no state space.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from bandmf._check import FloatArray
+from bandmf.covariance import BandCovariance, banded_product
+from bandmf.participation import Participation, Single
+from bandmf.sensitivities import sensitivity
+from bandmf.strategies import BandedToeplitz, Identity, Strategy
+from bandmf.streaming import StreamingOperator
+from bandmf.toeplitz_error import ToeplitzError
+from bandmf.workloads import Workload, prefix
+
+# The joint-state recursion costs s^2 a step; beyond this size streaming whole rows is cheaper.
+_LARGEST_STATE = 256
+
+
+def per_step_error(strategy: Strategy, workload: Workload | None = None) -> FloatArray:
+    """Squared row norms of A C^-1, one for each step; sensitivity is not included.
+
+    >>> from bandmf.strategies import BandedToeplitz
+    >>> per_step_error(BandedToeplitz([1.0, 0.5], steps=2, normalize_columns=False))
+    array([1.  , 1.25])
+    """
+    workload = _workload_for(strategy, workload)
+    toeplitz = _toeplitz_error(strategy, workload)
+    if toeplitz is not None:
+        return np.concatenate([toeplitz.head_errors(), toeplitz.tail])
+    if workload.inverse_columns is not None:
+        product = banded_product(strategy.columns(), workload.inverse_columns(0, strategy.steps))
+        return BandCovariance(product).errors
+    operator = workload.operator @ strategy.inverse()
+    if operator.matrices is not None and operator.buffers <= _LARGEST_STATE:
+        return _per_step_error_by_state(operator, strategy.steps)
+    return per_step_error_by_rows(strategy.inverse(), workload.operator, strategy.steps)
+
+
+def mean_squared_error(strategy: Strategy, workload: Workload | None = None) -> float:
+    """The mean of `per_step_error`, in closed form for Toeplitz strategies of any length."""
+    workload = _workload_for(strategy, workload)
+    toeplitz = _toeplitz_error(strategy, workload)
+    return toeplitz.mean() if toeplitz is not None else float(np.mean(per_step_error(strategy, workload)))
+
+
+def max_squared_error(strategy: Strategy, workload: Workload | None = None) -> float:
+    """The largest of `per_step_error`. With normalised columns it is not the last one."""
+    workload = _workload_for(strategy, workload)
+    toeplitz = _toeplitz_error(strategy, workload)
+    return toeplitz.maximum() if toeplitz is not None else float(np.max(per_step_error(strategy, workload)))
+
+
+def rmse(
+    strategy: Strategy, workload: Workload | None = None, participation: Participation | None = None
+) -> float:
+    """Sensitivity times root mean squared error, without sigma.
+
+    >>> from bandmf.strategies import Identity
+    >>> round(rmse(Identity(3)) ** 2, 12)  # running sums of 1, 2 and 3 independent draws
+    2.0
+    """
+    reach = sensitivity(strategy, participation or Single())
+    return reach * math.sqrt(mean_squared_error(strategy, workload))
+
+
+def max_error(
+    strategy: Strategy, workload: Workload | None = None, participation: Participation | None = None
+) -> float:
+    """Sensitivity times the root of the largest squared error of any step, without sigma."""
+    reach = sensitivity(strategy, participation or Single())
+    return reach * math.sqrt(max_squared_error(strategy, workload))
+
+
+def per_step_error_by_rows(inverse: StreamingOperator, workload: StreamingOperator, steps: int) -> FloatArray:
+    """The paper's Algorithm for any pair of operators: stream the rows of A C^-1. O(n^2 b), for reference."""
+    rows = workload.apply(inverse.apply(np.eye(steps)))
+    return np.array([float(row @ row) for row in rows])
+
+
+def _per_step_error_by_state(operator: StreamingOperator, steps: int) -> FloatArray:
+    """The variance of each output of a state-space operator on white noise: P' = F P F' + G G'."""
+    assert operator.matrices is not None
+    errors, P = np.empty(steps), np.zeros((operator.buffers, operator.buffers))
+    for i in range(steps):
+        F, G, H, D = operator.matrices(i)
+        errors[i] = H @ P @ H + D * D
+        P = F @ P @ F.T + np.outer(G, G)
+    return errors
+
+
+def _workload_for(strategy: Strategy, workload: Workload | None) -> Workload:
+    workload = prefix(strategy.steps) if workload is None else workload
+    workload.require_steps(strategy.steps)
+    return workload
+
+
+def _toeplitz_error(strategy: Strategy, workload: Workload) -> ToeplitzError | None:
+    """The closed form, where the strategy and the workload are Toeplitz."""
+    if workload.coefficients is None:
+        return None
+    if isinstance(strategy, Identity):
+        return ToeplitzError(np.ones(1), workload, normalize=False)
+    if not isinstance(strategy, BandedToeplitz):
+        return None
+    if strategy.normalize_columns and workload.inverse_columns is None:
+        return None
+    return ToeplitzError(strategy.coefficients, workload, strategy.normalize_columns)

@@ -1,0 +1,174 @@
+"""The engine protocol, and NumpyEngine: correlated noise y = C^-1 z, streamed on the CPU.
+
+An engine turns a strategy and a key into `init`, `add`, `state_dict` and `load_state_dict`. All engines add
+the same noise, whatever the framework, the number of devices and the way tensors are split over them.
+
+Guarantees: the noise of step i is scale * (C^-1 z)_i with z as in docs/noise.md; a step is never drawn twice
+from one state; past the last planned step, and with gradients or a state that do not fit, `add` fails before
+it changes anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from bandmf import _check
+from bandmf.noise import state as checks
+from bandmf.noise.key import Key
+from bandmf.noise.normals import Float32, Source, chunks
+from bandmf.noise.schedule import Schedule, Step
+from bandmf.strategies.base import Strategy
+
+S = TypeVar("S")
+DTYPES = (np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16))
+
+
+class Engine(Protocol[S]):
+    """What NumpyEngine, bandmf.torch.Engine and bandmf.jax.Engine have in common."""
+
+    def init(self, shapes: Mapping[str, Any]) -> S: ...
+    def add(self, state: S, gradients: Any, scale: float) -> Any: ...
+    def state_dict(self, state: S) -> dict[str, Any]: ...
+    def load_state_dict(self, state: S, saved: Mapping[str, Any]) -> S: ...
+
+
+@dataclass
+class State:
+    """The state of a run: how many steps were taken and, per tensor, the vectors that later noise needs."""
+
+    identity: checks.Identity
+    history: dict[str, Float32]
+    prepared: dict[str, Float32]
+    step: int = 0
+    base: int | None = None  # the step that `prepared` was computed for
+    dtypes: dict[str, Any] = field(default_factory=dict)
+
+
+class NumpyEngine:
+    """Adds the correlated noise of `strategy` to NumPy gradients, in place.
+
+    >>> from bandmf.strategies import BandedToeplitz
+    >>> engine = NumpyEngine(BandedToeplitz([1.0, 0.5], steps=100))
+    >>> state = engine.init({"weight": (20, 10), "bias": (10,)})
+    >>> gradients = {"weight": np.zeros((20, 10), np.float32), "bias": np.zeros(10, np.float32)}
+    >>> state = engine.add(state, gradients, scale=0.1)
+    >>> state.step
+    1
+
+    `lookahead=1` saves memory (bands - 1 vectors instead of bands - 1 + T) at the price of speed;
+    `rounds=12` is a weaker, faster cipher on GPUs (on the CPU 20 is the fast one).
+    """
+
+    def __init__(
+        self, strategy: Strategy, key: Key | None = None, *, rounds: int = 20, lookahead: int | None = None
+    ) -> None:
+        self.schedule = Schedule(strategy, lookahead)
+        self.key = Key() if key is None else key
+        self.rounds = rounds
+        self._source = Source(self.key.derive("noise").secret, rounds)
+
+    def init(self, shapes: Mapping[str, Any]) -> State:
+        """The state before the first step, for tensors of these (global) shapes."""
+        identity = checks.Identity.of(self.schedule, self.key, self.rounds, shapes)
+        history, prepared = {}, {}
+        for name, shape in identity.shapes:
+            size = int(np.prod(shape))
+            history[name] = np.zeros((self.schedule.slots, size), np.float32)
+            prepared[name] = np.empty((self._prepared_rows, size), np.float32)
+        return State(identity, history, prepared)
+
+    @property
+    def _prepared_rows(self) -> int:
+        return self.schedule.vectors - self.schedule.slots
+
+    def add(self, state: State, gradients: Mapping[str, Any], scale: float) -> State:
+        """Add `scale` times the noise of the next step to the gradients, in place; returns the state."""
+        self._check(state, gradients)
+        scale = _check.real("scale", scale, 0)
+        step = self.schedule.step(state.step)
+        if step.prepared is not None and state.base != self.schedule.base(state.step):
+            self._prepare(state)
+        for name, tensor in state.identity.tensors.items():
+            gradient = gradients[name]
+            flat = gradient.reshape(-1)  # a copy where the gradient is not contiguous
+            advance(self._source, step, tensor, state.history[name], state.prepared[name], flat, scale)
+            if not np.shares_memory(flat, gradient):
+                gradient[...] = flat.reshape(gradient.shape)
+            state.dtypes[name] = gradient.dtype
+        state.step += 1
+        return state
+
+    def _prepare(self, state: State) -> None:
+        base = self.schedule.base(state.step)
+        matrix = self.schedule.pass_matrix(base)
+        for name, history in state.history.items():
+            np.matmul(matrix, history, out=state.prepared[name])
+        state.base = base
+
+    def _check(self, state: State, gradients: Mapping[str, Any]) -> None:
+        shapes = dict(state.identity.shapes)
+        self._expect(state.identity)
+        checks.check_step(state.step, self.schedule.steps)
+        checks.check_names(shapes, gradients)
+        for name, shape in shapes.items():
+            gradient = gradients[name]
+            if not isinstance(gradient, np.ndarray) or not gradient.flags.writeable:
+                raise ValueError(
+                    f"gradients[{name!r}]: must be a writeable NumPy array; noise is added in place"
+                )
+            checks.check_gradient(name, gradient.shape, shape, gradient.dtype, state.dtypes.get(name), DTYPES)
+        for name in shapes:
+            if not finite(gradients[name]):
+                raise checks.not_finite(name)
+
+    def _expect(self, identity: checks.Identity) -> None:
+        mine = checks.Identity.of(self.schedule, self.key, self.rounds, dict(identity.shapes))
+        mine.expect(identity)
+
+    def state_dict(self, state: State) -> dict[str, Any]:
+        """What a restart needs: arrays and plain values. The key is not in it, only its fingerprint."""
+        history = {name: vectors.copy() for name, vectors in state.history.items()}
+        return {"step": state.step, "identity": checks.to_dict(state.identity), "history": history}
+
+    def load_state_dict(self, state: State, saved: Mapping[str, Any]) -> State:
+        """`state` (fresh from init) brought to where `saved` was; prepared sums are computed again."""
+        state.identity.expect(checks.from_dict(saved["identity"]))
+        step = _check.whole("saved['step']", saved["step"], 0, self.schedule.steps, "steps")
+        for name, vectors in state.history.items():
+            if saved["history"][name].shape != vectors.shape:
+                raise _check.fail(
+                    f"saved history {name!r}", saved["history"][name].shape, f"must be {vectors.shape}"
+                )
+        for name, vectors in state.history.items():
+            vectors[...] = saved["history"][name]
+        state.step, state.base = step, None
+        return state
+
+
+def finite(array: np.ndarray) -> bool:
+    """Whether every entry is finite, without an array of truth values: min and max pass NaN on."""
+    return array.size == 0 or bool(np.isfinite(array.min()) and np.isfinite(array.max()))
+
+
+def advance(
+    source: Source, step: Step, tensor: int, history: Float32, prepared: Float32, gradient: np.ndarray, scale: float
+) -> None:
+    """One step of one flat tensor, chunk by chunk, so that a chunk is read from memory once."""
+    for begin, end in chunks(0, gradient.size, Source.CHUNK):
+        here = slice(begin, end)
+        y = np.zeros(end - begin, np.float32)
+        for drawn, feed in step.draws:
+            y += np.float32(feed) * source.chunk(drawn, tensor, begin, end)
+        for slot, weight in step.reads:
+            y += np.float32(weight) * history[slot, here]
+        if step.prepared is not None:
+            y += prepared[step.prepared, here]
+        if step.store is not None:
+            history[step.store, here] = y
+        for slot, decay in enumerate(step.decays):
+            history[slot, here] = np.float32(decay) * history[slot, here] + y
+        gradient[here] += (np.float32(scale) * y).astype(gradient.dtype)

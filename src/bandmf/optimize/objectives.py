@@ -1,0 +1,82 @@
+"""Objectives: how the squared errors of all steps become the one number that is minimised.
+
+"mean" (the paper's), "max", "last", or an array of positive weights, one for each step. All are smooth but
+the maximum; that one is approached through p-norms of growing p, whose weights are the proof of how close.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from bandmf import _check
+from bandmf._check import FloatArray
+
+NAMES = ("mean", "max", "last")
+_SHARPNESS = (8.0, 64.0, 512.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Objective:
+    """A named aggregate of per-step errors; `weights` only for "weighted", `sharpness` is the p of "max"."""
+
+    name: str
+    weights: FloatArray | None = None
+    sharpness: float = _SHARPNESS[-1]
+
+    def value(self, errors: FloatArray) -> float:
+        """The aggregate itself, without any smoothing."""
+        if self.name == "mean":
+            return float(np.mean(errors))
+        if self.name == "last":
+            return float(errors[-1])
+        if self.name == "max":
+            return float(np.max(errors))
+        assert self.weights is not None
+        return float(self.weights @ errors)
+
+    def smooth(self, errors: FloatArray) -> tuple[float, FloatArray]:
+        """The aggregate that is minimised and its derivative with respect to the errors."""
+        n = len(errors)
+        if self.name == "mean":
+            return float(np.mean(errors)), np.full(n, 1 / n)
+        if self.name == "last":
+            return float(errors[-1]), np.eye(1, n, n - 1)[0]
+        if self.name == "max":
+            return p_norm(errors, self.sharpness)
+        assert self.weights is not None
+        return float(self.weights @ errors), self.weights
+
+    def stages(self) -> list[Objective]:
+        """The objectives to minimise one after the other, each from where the one before ended."""
+        if self.name != "max":
+            return [self]
+        return [replace(self, sharpness=p) for p in _SHARPNESS]
+
+
+def p_norm(errors: FloatArray, p: float) -> tuple[float, FloatArray]:
+    """(mean of errors^p)^(1/p) and its gradient: from the mean (p = 1) towards the maximum."""
+    largest = float(np.max(errors))
+    powers = (errors / largest) ** p
+    mean = float(np.mean(powers))
+    norm = largest * mean ** (1 / p)
+    return norm, (powers / errors) * (norm / (len(errors) * mean))
+
+
+def parse(objective: str | FloatArray, steps: int) -> Objective:
+    """An objective from what the user gave: a name or weights."""
+    if isinstance(objective, Objective):
+        return objective
+    if isinstance(objective, str):
+        return Objective(_check.choice("objective", objective, NAMES))
+    weights = _check.array("objective", objective, 1)
+    if len(weights) != steps:
+        raise ValueError(f"objective: there are {len(weights)} weights, but steps={steps}")
+    if not np.all(weights > 0):
+        at = int(np.argmin(weights))
+        raise ValueError(
+            f"objective[{at}]={weights[at]:g}: every weight must be positive; "
+            "give steps that hardly matter a small one"
+        )
+    return Objective("weighted", weights / weights.sum())

@@ -1,0 +1,214 @@
+"""Sensitivity: the most that one example can move C g, over all ways it may take part.
+
+An example contributes a vector u_i with |u_i| <= 1 at each step i of its pattern. With X = C'C,
+
+    sensitivity^2 = max over patterns, max over u, of  sum_{i,j in pattern} X_ij <u_i, u_j>.
+
+Choosing u_i = +-u bounds it from below, sum |X_ij| from above; where the two meet the value is exact.
+They meet whenever the signs can be chosen so that every product is positive, for instance when X >= 0 on
+the pattern, or when only neighbouring participations interact (a chain can always be signed).
+
+Guarantees: the value returned is never below the true sensitivity, and `exact` is only said where the two
+bounds meet.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from bandmf._check import FloatArray
+from bandmf.participation import FixedEpochs, MinSeparation, Participation, Single
+from bandmf.strategies import BandedToeplitz, Identity, Strategy
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """A certified upper bound on the sensitivity, whether it is exact, and how it was found."""
+
+    value: float
+    exact: bool
+    method: str
+
+
+def sensitivity(strategy: Strategy, participation: Participation | None = None) -> float:
+    """The tightest certified value; `certified_sensitivity` also says whether it is exact.
+
+    >>> from bandmf.participation import MinSeparation
+    >>> from bandmf.strategies import BandedToeplitz
+    >>> C = BandedToeplitz([1.0, 0.5], steps=8, normalize_columns=False)
+    >>> round(sensitivity(C) ** 2, 12), round(sensitivity(C, MinSeparation(3, 2)) ** 2, 12)
+    (1.25, 3.75)
+    """
+    return certified_sensitivity(strategy, participation).value
+
+
+def certified_sensitivity(strategy: Strategy, participation: Participation | None = None) -> Sensitivity:
+    """The tightest certified value of the sensitivity, with its standing."""
+    if participation is None or isinstance(participation, Single):
+        return Sensitivity(strategy.largest_column_norm(), True, "largest column norm")
+    if isinstance(participation, FixedEpochs):
+        return _fixed_epochs(strategy, participation)
+    return _min_separation(strategy, participation)
+
+
+def _plain_toeplitz(strategy: Strategy) -> FloatArray | None:
+    """The coefficients, if C is Toeplitz and its columns were left as they are."""
+    if isinstance(strategy, Identity):
+        return np.ones(1)
+    if isinstance(strategy, BandedToeplitz) and not strategy.normalize_columns:
+        return strategy.coefficients
+    return None
+
+
+# --- fixed epochs -------------------------------------------------------------------------------------
+
+
+def _fixed_epochs(strategy: Strategy, participation: FixedEpochs) -> Sensitivity:
+    n, epochs = strategy.steps, participation.epochs
+    length = participation.separation(n)
+    if length >= strategy.bands:  # no two participations interact: the largest sum of squared norms
+        return _separated(strategy, MinSeparation(epochs, length), aligned=True)
+    theta = _plain_toeplitz(strategy)
+    # A later start only cuts rows off a plain Toeplitz matrix: the pattern that starts at 0 is the worst.
+    starts = np.arange(1 if theta is not None else length)
+    gram = _pattern_grams(strategy, starts, length, epochs)
+    totals = np.abs(gram).sum(axis=(1, 2))
+    worst = int(np.argmax(totals))
+    exact = _signable(gram[worst])
+    return Sensitivity(math.sqrt(totals[worst]), exact, "all patterns")
+
+
+def _pattern_grams(strategy: Strategy, starts: FloatArray, length: int, epochs: int) -> FloatArray:
+    """X restricted to the pattern of each start: shape (starts, epochs, epochs)."""
+    grams = np.zeros((len(starts), epochs, epochs))
+    columns = [strategy.columns(m * length, m * length + len(starts)) for m in range(epochs)]
+    for a in range(epochs):
+        for c in range(a, epochs):
+            lag = (c - a) * length
+            if lag < strategy.bands:
+                overlap = columns[a][:, lag:] * columns[c][:, : strategy.bands - lag]
+                grams[:, a, c] = grams[:, c, a] = overlap.sum(axis=1)
+    return grams
+
+
+def _signable(gram: FloatArray) -> bool:
+    """Whether signs s exist with s_i s_j X_ij >= 0 throughout, so that sum |X_ij| is attained."""
+    signs = np.zeros(len(gram))
+    for root in range(len(gram)):
+        if signs[root]:
+            continue
+        signs[root], waiting = 1, [root]
+        while waiting:
+            i = waiting.pop()
+            fresh = np.flatnonzero((gram[i] != 0) & (signs == 0))
+            signs[fresh] = signs[i] * np.sign(gram[i, fresh])
+            waiting.extend(fresh)
+    return bool(np.all(np.outer(signs, signs) * gram >= 0))
+
+
+# --- minimum separation -------------------------------------------------------------------------------
+
+
+def _min_separation(strategy: Strategy, participation: MinSeparation) -> Sensitivity:
+    n, bands, separation = strategy.steps, strategy.bands, participation.separation
+    count = participation.count(n)
+    if count == 1:
+        return Sensitivity(strategy.largest_column_norm(), True, "one participation")
+    if separation >= bands:
+        return _separated(strategy, participation)
+    theta = _plain_toeplitz(strategy)
+    if theta is not None and _non_increasing(theta):
+        return Sensitivity(_spaced_toeplitz(theta, n, separation, count), True, "non-increasing Toeplitz")
+    lags = _lagged_gram(strategy)
+    if count == 2 or 2 * separation >= bands:
+        return Sensitivity(_chain(lags, separation, count), True, "neighbours interact (chain)")
+    bounds = [(_column_scores(lags, separation, count), "sum of column bounds")]
+    if theta is not None:
+        majorant = np.maximum.accumulate(np.abs(theta)[::-1])[::-1]
+        bounds.append((_spaced_toeplitz(majorant, n, separation, count), "non-increasing majorant"))
+    value, method = min(bounds)
+    return Sensitivity(value, False, method)
+
+
+def _separated(strategy: Strategy, participation: MinSeparation, aligned: bool = False) -> Sensitivity:
+    """No two participations interact: the largest sum of squared column norms over the patterns."""
+    n, separation = strategy.steps, participation.separation
+    count = participation.count(n)
+    if strategy.equal_column_norms():
+        value = math.sqrt(count) * strategy.largest_column_norm()
+        return Sensitivity(value, True, "disjoint columns of equal norm")
+    if _plain_toeplitz(strategy) is not None:  # norms fall towards the end: start at 0, as dense as may be
+        norms = np.array(
+            [np.linalg.norm(strategy.columns(j, j + 1)) for j in range(0, n, separation)][:count]
+        )
+        return Sensitivity(float(np.linalg.norm(norms)), True, "disjoint columns")
+    squares = strategy.column_norms() ** 2
+    if aligned:
+        best = squares.reshape(count, separation).sum(axis=0).max()
+    else:
+        best = _best_separated_sum(squares, separation, count)
+    return Sensitivity(math.sqrt(best), True, "disjoint columns")
+
+
+def _best_separated_sum(scores: FloatArray, separation: int, count: int) -> float:
+    """The largest sum of at most `count` non-negative scores at places at least `separation` apart."""
+    n = len(scores)
+    best = np.zeros(n + separation)  # best[i]: from places >= i with the participations used so far
+    for _ in range(count):
+        take = np.zeros(n + separation)
+        take[:n] = scores + best[separation : n + separation]
+        best = np.maximum.accumulate(take[::-1])[::-1]
+    return float(best[0])
+
+
+def _non_increasing(theta: FloatArray) -> bool:
+    return bool(theta[-1] >= 0 and np.all(np.diff(theta) <= 0))
+
+
+def _spaced_toeplitz(theta: FloatArray, n: int, separation: int, count: int) -> float:
+    """|sum of columns 0, separation, 2 separation, ...|: the worst pattern for non-increasing theta >= 0."""
+    total = np.zeros(min(n, (count - 1) * separation + len(theta)))
+    for m in range(count):
+        piece = total[m * separation : m * separation + len(theta)]
+        piece += theta[: len(piece)]
+    return float(np.linalg.norm(total))
+
+
+def _lagged_gram(strategy: Strategy) -> FloatArray:
+    """|X[j, j - l]| as an (n, bands) array: entry [j, l], zero where j - l is negative."""
+    columns, (n, bands) = strategy.columns(), (strategy.steps, strategy.bands)
+    lags = np.zeros((n, bands))
+    for lag in range(bands):
+        lags[lag:, lag] = np.abs(np.sum(columns[: n - lag, lag:] * columns[lag:, : bands - lag], axis=1))
+    return lags
+
+
+def _chain(lags: FloatArray, separation: int, count: int) -> float:
+    """max over patterns of sum |X_ij| when only neighbours in the pattern interact. Exact, O(n k b)."""
+    n, bands = lags.shape
+    best = lags[:, 0].copy()  # best[j]: over patterns whose last participation is j
+    for _ in range(count - 1):
+        reach = np.maximum.accumulate(best)
+        candidate = best.copy()
+        far = max(bands, separation)
+        candidate[far:] = np.maximum(candidate[far:], lags[far:, 0] + reach[: n - far])
+        for lag in range(separation, bands):
+            extended = lags[lag:, 0] + best[: n - lag] + 2 * lags[lag:, lag]
+            np.maximum(candidate[lag:], extended, out=candidate[lag:])
+        best = candidate
+    return math.sqrt(best.max())
+
+
+def _column_scores(lags: FloatArray, separation: int, count: int) -> float:
+    """An upper bound: the r-th participation before j lies at least r separations back.
+
+    Column j is charged |X_jj| + 2 sum_r max_{l >= r separation} |X[j, j-l]|, and the best separated sum of
+    these charges bounds every pattern.
+    """
+    largest_from = np.maximum.accumulate(lags[:, ::-1], axis=1)[:, ::-1]
+    places = np.arange(separation, lags.shape[1], separation)[: count - 1]
+    scores = lags[:, 0] + 2 * largest_from[:, places].sum(axis=1)
+    return math.sqrt(_best_separated_sum(scores, separation, count))

@@ -1,0 +1,175 @@
+"""Workloads A: on what the error is measured. The error of a strategy C is that of A C^-1 z.
+
+`prefix` (running sums of gradients: plain SGD) is the default everywhere. A workload knows up to three
+forms of itself, and every algorithm takes the cheapest one it can use:
+
+* `operator`: a StreamingOperator; always there.
+* `coefficients(count)`: the first column, when A is Toeplitz, with the limit it settles to, if any.
+* `inverse_columns(start, stop)`: the columns of A^-1, when that is banded (prefix: 1, -1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.signal import lfilter
+
+from bandmf import _check, streaming
+from bandmf._check import FloatArray
+from bandmf.streaming import StreamingOperator
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """A workload for `steps` steps; made by `prefix`, `momentum`, `toeplitz` or `streaming_operator`."""
+
+    name: str
+    steps: int
+    operator: StreamingOperator
+    coefficients: Callable[[int], FloatArray] | None = None
+    limit: float | None = None
+    inverse_columns: Callable[[int, int], FloatArray] | None = None
+
+    def materialize(self) -> FloatArray:
+        """A as a matrix: for small sizes."""
+        return self.operator.materialize(self.steps)
+
+    def require_steps(self, steps: int) -> None:
+        """Refuse to be combined with a strategy of another length."""
+        if steps != self.steps:
+            raise ValueError(f"workload: it has steps={self.steps}, but the strategy has steps={steps}")
+
+
+def prefix(steps: int) -> Workload:
+    """Running sums, A[i, j] = 1 for j <= i: what plain SGD makes of its gradients.
+
+    >>> prefix(2).materialize()
+    array([[1., 0.],
+           [1., 1.]])
+    """
+    steps = _check.whole("steps", steps)
+    inverse = _toeplitz_columns(np.array([1.0, -1.0]), steps)
+    return Workload("prefix", steps, streaming.prefix(), np.ones, 1.0, inverse)
+
+
+def momentum(
+    steps: int, momentum: float, learning_rates: FloatArray | None = None, weight_decay: float = 0.0
+) -> Workload:
+    """SGD with heavy-ball momentum, any learning-rate schedule (an array) and decoupled weight decay.
+
+    >>> momentum(3, 0.5).materialize()
+    array([[1.  , 0.  , 0.  ],
+           [1.5 , 1.  , 0.  ],
+           [1.75, 1.5 , 1.  ]])
+    """
+    steps = _check.whole("steps", steps)
+    beta = _check.real("momentum", momentum, 0, 1, open_high=True)
+    decay = _check.real("weight_decay", weight_decay, 0)
+    if learning_rates is not None:
+        return _scheduled_momentum(steps, beta, _check.array("learning_rates", learning_rates, 1), decay)
+    keep = 1 - decay
+    if not -1 < keep <= 1:
+        raise _check.fail("weight_decay", weight_decay, "must be below 2 when the learning rate is one")
+    polynomial = np.convolve([1.0, -keep], [1.0, -beta]) if beta else np.array([1.0, -keep])
+    F = np.array([[beta, 0.0], [beta, keep]])
+    step = streaming.Matrices(F, np.ones(2), F[1], 1.0)
+    return Workload(
+        f"momentum {beta:g}" + (f", weight decay {decay:g}" if decay else ""),
+        steps,
+        streaming.state_space(lambda i: step, 2),
+        lambda count: lfilter([1.0], polynomial, np.eye(1, count)[0]),
+        1 / (1 - beta) if keep == 1 else 0.0,
+        _toeplitz_columns(polynomial, steps),
+    )
+
+
+def _scheduled_momentum(steps: int, beta: float, rates: FloatArray, decay: float) -> Workload:
+    if len(rates) != steps:
+        raise ValueError(f"learning_rates: there are {len(rates)} of them, but steps={steps}")
+    inverse = None
+    if np.all(rates != 0):  # a rate of exactly zero makes A singular
+        # g_i = m_i - beta m_{i-1} with m_i = (y_i - keep_i y_{i-1}) / rate_i, read off column by column.
+        keep_next = np.append(1 - rates[1:] * decay, 0.0)
+        rate_next = np.append(rates[1:], np.inf)
+        middle = -keep_next / rate_next - beta / rates
+        last = beta * keep_next / rate_next
+        compact = np.stack([1 / rates, middle, last], axis=1)
+        compact[-1, 1:] = 0
+        compact[-2:, 2] = 0
+
+        def inverse(start: int, stop: int) -> FloatArray:
+            return compact[start:stop]
+
+    return Workload(
+        f"momentum {beta:g} with a schedule",
+        steps,
+        streaming.momentum(rates, beta, decay),
+        inverse_columns=inverse,
+    )
+
+
+def toeplitz(coefficients: FloatArray, steps: int) -> Workload:
+    """Any Toeplitz workload from its first column; missing coefficients are zero.
+
+    >>> toeplitz([1.0, 0.5], steps=3).materialize()
+    array([[1. , 0. , 0. ],
+           [0.5, 1. , 0. ],
+           [0. , 0.5, 1. ]])
+    """
+    steps = _check.whole("steps", steps)
+    given = _check.array("coefficients", coefficients, 1)
+    if len(given) > steps:
+        raise ValueError(f"coefficients: there are {len(given)} of them, more than steps={steps}")
+    if given[0] == 0:
+        raise ValueError("coefficients[0]=0.0: must not be zero, or the first gradient is never seen")
+
+    def first_column(count: int) -> FloatArray:
+        return np.pad(given, (0, max(0, count - len(given))))[:count]
+
+    operator = streaming.banded(_toeplitz_row(given), len(given), steps)
+    limit = 0.0 if len(given) < steps else None
+    return Workload("Toeplitz", steps, operator, first_column, limit, _banded_inverse(given, steps))
+
+
+def streaming_operator(operator: StreamingOperator, steps: int, name: str = "operator") -> Workload:
+    """Any streaming operator as a workload."""
+    return Workload(name, _check.whole("steps", steps), operator)
+
+
+def cooldown(steps: int, final: float = 0.05, fraction: float = 0.25) -> FloatArray:
+    """Learning rates: one, then a straight line down to `final` over the last `fraction` of the steps."""
+    final = _check.real("final", final, 0, 1)
+    start = round(steps * (1 - _check.real("fraction", fraction, 0, 1)))
+    return np.interp(np.arange(_check.whole("steps", steps)), [start - 1, steps - 1], [1.0, final])
+
+
+def cosine(steps: int, final: float = 0.0) -> FloatArray:
+    """Learning rates: half a cosine from one towards `final`, which the step after the last would have."""
+    final = _check.real("final", final, 0, 1)
+    phase = np.pi * np.arange(_check.whole("steps", steps)) / steps
+    return final + (1 - final) * (1 + np.cos(phase)) / 2
+
+
+def _toeplitz_row(coefficients: FloatArray) -> Callable[[int], FloatArray]:
+    return lambda i: np.where(np.arange(len(coefficients)) <= i, coefficients, 0.0)
+
+
+def _toeplitz_columns(coefficients: FloatArray, steps: int) -> Callable[[int, int], FloatArray]:
+    """Compact columns of the Toeplitz matrix with these coefficients, cut off at the end."""
+    width = np.arange(len(coefficients))
+    return lambda start, stop: np.where(width < (steps - np.arange(start, stop))[:, None], coefficients, 0.0)
+
+
+def _banded_inverse(coefficients: FloatArray, steps: int) -> Callable[[int, int], FloatArray] | None:
+    """Columns of A^-1 when its coefficients are few or small enough to compute with, else None."""
+    if len(coefficients) == 1:
+        return _toeplitz_columns(1 / coefficients, steps)
+    if steps > 4096:  # the inverse of a general Toeplitz matrix has as many coefficients as steps
+        return None
+    inverse = lfilter([1.0], coefficients, np.eye(1, steps)[0])
+    if not np.all(np.abs(inverse) < 1e6 * np.abs(inverse[0])):  # an unstable inverse loses all digits
+        return None
+    used = np.flatnonzero(np.abs(inverse) > 1e-15 * np.abs(inverse).max())[-1] + 1
+    return _toeplitz_columns(inverse[:used], steps)
