@@ -1,3 +1,43 @@
-"""bandmf: train machine-learning models with differential privacy at the lowest noise."""
+"""bandmf: train machine-learning models with differential privacy at the lowest noise.
+
+>>> import bandmf
+>>> solution = bandmf.optimize.banded_toeplitz(steps=1_000_000, bands=16)
+>>> solution.rmse < bandmf.rmse(bandmf.strategies.Identity(1_000_000)) / 3
+True
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+# Everything loads on first use: `import bandmf` is quick, and torch and jax are never needed by the core.
+_HOME = {
+    "certified_sensitivity": "bandmf.sensitivities",
+    "max_error": "bandmf.error",
+    "per_step_error": "bandmf.error",
+    "rmse": "bandmf.error",
+    "sensitivity": "bandmf.sensitivities",
+}
+_MODULES = ("optimize", "participation", "strategies", "streaming", "workloads")
+
+__all__ = [*_HOME, *_MODULES]
+
+if TYPE_CHECKING:
+    from bandmf import optimize, participation, strategies, streaming, workloads
+    from bandmf.error import max_error, per_step_error, rmse
+    from bandmf.sensitivities import certified_sensitivity, sensitivity
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    if name in _MODULES:
+        return import_module(f"bandmf.{name}")
+    raise AttributeError(f"module 'bandmf' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.integer]
 
 
 def fail(name: str, value: object, requirement: str, remedy: str = "") -> ValueError:

@@ -34,8 +34,8 @@ class MinSeparation:
     separation: int
 
     def __post_init__(self) -> None:
-        _check.whole("max_participations", self.max_participations)
-        _check.whole("separation", self.separation)
+        for name in ("max_participations", "separation"):
+            object.__setattr__(self, name, _check.whole(name, getattr(self, name)))
 
     def count(self, steps: int) -> int:
         """How often an example can really take part in `steps` steps."""
@@ -70,7 +70,7 @@ class FixedEpochs:
     epochs: int
 
     def __post_init__(self) -> None:
-        _check.whole("epochs", self.epochs)
+        object.__setattr__(self, "epochs", _check.whole("epochs", self.epochs))
 
     def separation(self, steps: int) -> int:
         """Steps between two participations: the length of an epoch."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bandmf._check import FloatArray
+from bandmf._check import FloatArray, IntArray
 from bandmf.participation import FixedEpochs, MinSeparation, Participation, Single
 from bandmf.strategies import BandedToeplitz, Identity, Strategy
 
@@ -81,7 +81,7 @@ def _fixed_epochs(strategy: Strategy, participation: FixedEpochs) -> Sensitivity
     return Sensitivity(math.sqrt(totals[worst]), exact, "all patterns")
 
 
-def _pattern_grams(strategy: Strategy, starts: FloatArray, length: int, epochs: int) -> FloatArray:
+def _pattern_grams(strategy: Strategy, starts: IntArray, length: int, epochs: int) -> FloatArray:
     """X restricted to the pattern of each start: shape (starts, epochs, epochs)."""
     grams = np.zeros((len(starts), epochs, epochs))
     columns = [strategy.columns(m * length, m * length + len(starts)) for m in range(epochs)]
@@ -126,6 +126,7 @@ def _min_separation(strategy: Strategy, participation: MinSeparation) -> Sensiti
     if count == 2 or 2 * separation >= bands:
         return Sensitivity(_chain(lags, separation, count), True, "neighbours interact (chain)")
     bounds = [(_column_scores(lags, separation, count), "sum of column bounds")]
+    bounds.append((count * strategy.largest_column_norm(), "triangle inequality"))
     if theta is not None:
         majorant = np.maximum.accumulate(np.abs(theta)[::-1])[::-1]
         bounds.append((_spaced_toeplitz(majorant, n, separation, count), "non-increasing majorant"))

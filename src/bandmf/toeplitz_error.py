@@ -40,6 +40,7 @@ class ToeplitzError:
         else:
             self.response = response(self.theta, workload, terms)
         self.head_steps, self.tail = workload.steps, np.zeros(0)
+        self.start: OutputCovariance | None = None
         if self.normalize:
             self.head_steps -= len(theta) - 1
             self._add_normalized_tail()
@@ -51,13 +52,13 @@ class ToeplitzError:
         size = bands + inverse.shape[1] - 2  # K: sub-diagonals of M = C A^-1
         first = self.head_steps - size
         if first < 0:  # so many bands that there is no plain Toeplitz part to speak of
-            self.head_steps, self.start, first = 0, None, 0
+            self.head_steps, first = 0, 0
         else:
             self.start = OutputCovariance(self.response, first, size)
         self.inverse = self.workload.inverse_columns(first, n)
         self.columns = NormalizedColumns(self.theta, n - first)
         product = banded_product(self.columns.compact, self.inverse)
-        self.block = BandCovariance(product, self.start and self.start.matrix)
+        self.block = BandCovariance(product, None if self.start is None else self.start.matrix)
         self.tail = self.block.errors
 
     def head_errors(self) -> FloatArray:

@@ -140,9 +140,9 @@ def streaming_operator(operator: StreamingOperator, steps: int, name: str = "ope
 
 def cooldown(steps: int, final: float = 0.05, fraction: float = 0.25) -> FloatArray:
     """Learning rates: one, then a straight line down to `final` over the last `fraction` of the steps."""
-    final = _check.real("final", final, 0, 1)
+    steps, final = _check.whole("steps", steps), _check.real("final", final, 0, 1)
     start = round(steps * (1 - _check.real("fraction", fraction, 0, 1)))
-    return np.interp(np.arange(_check.whole("steps", steps)), [start - 1, steps - 1], [1.0, final])
+    return np.interp(np.arange(steps), [start - 1, max(start, steps - 1)], [1.0, final])
 
 
 def cosine(steps: int, final: float = 0.0) -> FloatArray:

@@ -16,13 +16,16 @@ from bandmf import _check, workloads
 from bandmf._check import FloatArray
 from bandmf.covariance import BandCovariance, banded_product, banded_product_adjoint
 from bandmf.error import per_step_error
-from bandmf.optimize.certificate import optimality_gap
+from bandmf.optimize.certificate import lower_bound, optimality_gap
 from bandmf.optimize.horizon import horizon_columns
+from bandmf.optimize.minimax import Weighted, minimax
 from bandmf.optimize.objectives import Objective, parse
 from bandmf.optimize.solution import Clock, Descent, Solution, Watcher, descend
 from bandmf.optimize.toeplitz import square_root_coefficients
 from bandmf.strategies import Banded, BandedToeplitz
 from bandmf.workloads import Workload
+
+DEFAULT_GAP = {"mean": 1e-4, "weighted": 1e-4, "last": 1e-4, "max": 1e-2}
 
 
 class NormalizedLoss:
@@ -46,3 +49,157 @@ class NormalizedLoss:
         d_C = banded_product_adjoint(d_product, self.inverse, entries.shape[1])
         d_entries = (d_C - C * np.sum(C * d_C, axis=1, keepdims=True)) / norms
         return math.log(value), d_entries / value
+
+
+def banded(
+    steps: int,
+    bands: int,
+    workload: Workload | None = None,
+    objective: str | FloatArray = "mean",
+    *,
+    gap: float | None = None,
+    max_iterations: int = 2000,
+    watch: Watcher | None = None,
+) -> Solution:
+    """The banded strategy of least error, iterated until it is proved to be within `gap` of the best.
+
+    `gap` is 1e-4 unless given (1e-2 for "max"). The proof lags behind the truth: a strategy proved to be
+    within 1e-4 is usually within 1e-7. "last" sacrifices all other steps to the last one; there the proof
+    is weak.
+
+    >>> solution = banded(9, 3)
+    >>> round(solution.rmse, 10), solution.optimality_gap < 1e-4
+    (1.6626907595, True)
+    """
+    steps = _check.whole("steps", steps)
+    bands = _check.whole("bands", bands, 1, steps, f"steps={steps}")
+    workload = workloads.prefix(steps) if workload is None else workload
+    workload.require_steps(steps)
+    search = _Search(lambda x: x, lambda x, slope: slope, workload, parse(objective, steps), watch)
+    start = _best_start(steps, bands, workload, search.loss)
+    return search.run(start, gap, max_iterations)
+
+
+def parameterized(
+    entries: Callable[[FloatArray], FloatArray],
+    pullback: Callable[[FloatArray, FloatArray], FloatArray],
+    start: FloatArray,
+    workload: Workload | None = None,
+    objective: str | FloatArray = "mean",
+    *,
+    gap: float | None = None,
+    max_iterations: int = 1000,
+    watch: Watcher | None = None,
+) -> Solution:
+    """The best member of a family of your own.
+
+    `entries(parameters)` returns the band, shape (steps, bands), entry [j, r] = C[j + r, j], of any column
+    norms (they are normalised) and zero past the end; `pullback(parameters, slope)` the gradient with
+    respect to the parameters from that with respect to the band. The gap is to the best of *all* strategies
+    with as many bands, so it shows what the family gives away.
+
+    >>> decay = lambda p: np.where(np.add.outer(np.arange(64), np.arange(8)) < 64, p[0] ** np.arange(8), 0)
+    >>> slope = lambda p, g: np.array([np.sum(g * np.arange(8) * p[0] ** np.maximum(np.arange(8) - 1, 0))])
+    >>> round(parameterized(decay, slope, np.array([0.5])).rmse, 4)
+    2.718
+    """
+    start = _check.array("start", start, 1)
+    band = _check.array("entries(start)", entries(start), 2)
+    workload = workloads.prefix(len(band)) if workload is None else workload
+    workload.require_steps(len(band))
+    search = _Search(entries, pullback, workload, parse(objective, len(band)), watch)
+    return search.run(start, gap, max_iterations)
+
+
+class _Search:
+    """A descent over a parameterised band that ends once the proved gap is what was asked for."""
+
+    def __init__(
+        self,
+        entries: Callable[[FloatArray], FloatArray],
+        pullback: Callable[[FloatArray, FloatArray], FloatArray],
+        workload: Workload,
+        goal: Objective,
+        watch: Watcher | None,
+    ) -> None:
+        self.entries, self.pullback, self.workload, self.goal = entries, pullback, workload, goal
+        self.loss, self.listener, self.clock = NormalizedLoss(workload), watch, Clock()
+
+    def run(self, start: FloatArray, gap: float | None, max_iterations: int) -> Solution:
+        gap = _check.real("gap", DEFAULT_GAP[self.goal.name] if gap is None else gap, 0)
+        if self.goal.name == "max":
+            return self._minimax(start, gap, max_iterations)
+        next_check = 50
+
+        def proved(iteration: int, loss: float, x: FloatArray) -> bool:
+            """A proof costs a few iterations, so it is tried at iterations 50, 60, 72, 86, ..."""
+            nonlocal next_check
+            if iteration < next_check:
+                return False
+            next_check = int(1.2 * iteration)
+            return self._gap(*self._examine(x)) <= gap
+
+        descent = self._descend(start, self.goal, max_iterations, proved)
+        strategy, errors = self._examine(descent.x)
+        found = self._gap(strategy, errors)
+        return self._solution(strategy, errors, found, descent.iterations, descent)
+
+    def _minimax(self, start: FloatArray, gap: float, max_iterations: int) -> Solution:
+        x, per_round = start, 40
+
+        def solve(weights: FloatArray) -> Weighted[FloatArray]:
+            nonlocal x
+            descent = self._descend(x, Objective("weighted", weights), per_round, lambda *_: False)
+            x = descent.x
+            strategy, errors = self._examine(x)
+            lower = lower_bound(strategy.columns(), self.loss.inverse, errors, weights)
+            return Weighted(x, errors, lower, descent.iterations)
+
+        best = minimax(solve, self.workload.steps, gap, max(1, max_iterations // per_round))
+        strategy, errors = self._examine(best.candidate)
+        reached = best.gap <= gap
+        message = "largest error and lower bound meet" if reached else f"gap={gap:g} not reached"
+        descent = Descent(best.candidate, 0.0, best.iterations, reached, message)
+        return self._solution(strategy, errors, best.gap, best.iterations, descent)
+
+    def _descend(self, x: FloatArray, goal: Objective, max_iterations: int, proved: Watcher) -> Descent:
+        def value(x: FloatArray) -> tuple[float, FloatArray]:
+            total, slope = self.loss(self.entries(x), goal)
+            return total, self.pullback(x, slope)
+
+        def watch(iteration: int, loss: float, x: FloatArray) -> bool:
+            heard = self.listener is not None and self.listener(iteration, loss, x)
+            return heard or proved(iteration, loss, x)
+
+        memory = 20 if x.size < 5_000_000 else 8  # each unit costs two vectors of that size
+        return descend(value, x, max_iterations=max_iterations, memory=memory, watch=watch)
+
+    def _examine(self, x: FloatArray) -> tuple[Banded, FloatArray]:
+        band = self.entries(x)
+        strategy = Banded(band / np.linalg.norm(band, axis=1, keepdims=True))
+        return strategy, per_step_error(strategy, self.workload)
+
+    def _gap(self, strategy: Banded, errors: FloatArray) -> float:
+        return optimality_gap(strategy, self.workload, errors, self.goal)
+
+    def _solution(
+        self, strategy: Banded, errors: FloatArray, gap: float, iterations: int, descent: Descent
+    ) -> Solution:
+        return Solution(
+            strategy=strategy,
+            rmse=math.sqrt(np.mean(errors)),
+            objective=math.sqrt(self.goal.value(errors)),
+            optimality_gap=gap,
+            iterations=iterations,
+            seconds=self.clock.seconds(),
+            converged=descent.converged,
+            message=f"proved within {gap:.2g} of the best {strategy.bands}-banded; {descent.message}",
+        )
+
+
+def _best_start(steps: int, bands: int, workload: Workload, loss: NormalizedLoss) -> FloatArray:
+    """The better of banded square root and, where the workload has them, interpolated Toeplitz optima."""
+    starts = [BandedToeplitz(square_root_coefficients(bands), steps).columns()]
+    guide = workload if workload.limit is not None else workloads.prefix(steps)
+    starts.append(horizon_columns(steps, bands, guide))
+    return min(starts, key=lambda columns: loss(columns, Objective("mean"))[0])

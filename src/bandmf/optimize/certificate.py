@@ -28,24 +28,28 @@ from bandmf.workloads import Workload
 def optimality_gap(strategy: Strategy, workload: Workload, errors: FloatArray, objective: Objective) -> float:
     """How far, relatively, the root of the objective can at most be above the best with as many bands.
 
-    Guarantee: for every strategy of sensitivity one with as many bands, objective * (1 + gap) is at least
-    this strategy's objective; up to rounding, about 1e-10 at a hundred thousand steps. `errors` are the
-    strategy's own per-step errors. The strategy's columns must have norm at most one.
+    Guarantee: for every strategy of sensitivity one with as many bands, its objective times (1 + gap) is at
+    least this strategy's; up to rounding, about 1e-10 at a hundred thousand steps. `errors` are the
+    strategy's own per-step errors. The strategy's columns must have norm at most one. For "max" the weights
+    of a p-norm are used, which proves little unless the strategy is nearly optimal.
     """
     columns = strategy.columns()
     assert workload.inverse_columns is not None
     inverse = workload.inverse_columns(0, strategy.steps)
-    _, weights = objective.smooth(errors)
-    weights = weights / weights.sum()
-    # The largest error is at least any weighted mean, so a bound for the mean is one for the maximum.
-    total, value = float(weights @ errors), objective.value(errors)
+    value = objective.value(errors)
     if objective.name == "last":
-        slack = _slack(_rank_one_band(columns, inverse), columns, total)
+        lower = value - _slack(_rank_one_band(columns, inverse), columns, value)
     else:
-        floor = 1e-12 * weights.max()  # far steps of a sharp maximum; more weight only loosens the bound
-        slack = _slack(_selected_inverse(columns, inverse, np.maximum(weights, floor)), columns, total)
-    best = total - slack
-    return math.sqrt(value / best) - 1 if best > 0 else math.inf
+        lower = lower_bound(columns, inverse, errors, objective.smooth(errors)[1])
+    return max(0.0, math.sqrt(value / lower) - 1) if lower > 0 else math.inf
+
+
+def lower_bound(columns: FloatArray, inverse: FloatArray, errors: FloatArray, weights: FloatArray) -> float:
+    """No strategy with as many bands has a smaller weighted mean of its errors."""
+    weights = np.maximum(weights, 1e-9 * weights.max())  # D^-1 must be finite
+    weights = weights / weights.sum()
+    total = float(weights @ errors)
+    return total - _slack(_selected_inverse(columns, inverse, weights), columns, total)
 
 
 def _slack(S: FloatArray, columns: FloatArray, total: float) -> float:

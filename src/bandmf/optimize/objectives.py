@@ -1,7 +1,8 @@
 """Objectives: how the squared errors of all steps become the one number that is minimised.
 
 "mean" (the paper's), "max", "last", or an array of positive weights, one for each step. All are smooth but
-the maximum; that one is approached through p-norms of growing p, whose weights are the proof of how close.
+the maximum; that one is reached by reweighting (minimax.py) or, for the few candidate steps of a Toeplitz
+strategy, through p-norms of growing p.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from bandmf import _check
 from bandmf._check import FloatArray
 
 NAMES = ("mean", "max", "last")
-_SHARPNESS = (8.0, 64.0, 512.0)
+_SHARPNESS = (4.0, 16.0, 64.0, 256.0)
+# Minimising the last error alone lets all others grow without bound; this share of their mean prevents it.
+_MEAN_IN_LAST = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +45,9 @@ class Objective:
         if self.name == "mean":
             return float(np.mean(errors)), np.full(n, 1 / n)
         if self.name == "last":
-            return float(errors[-1]), np.eye(1, n, n - 1)[0]
+            weights = np.full(n, _MEAN_IN_LAST / n)
+            weights[-1] += 1 - _MEAN_IN_LAST
+            return float(weights @ errors), weights
         if self.name == "max":
             return p_norm(errors, self.sharpness)
         assert self.weights is not None

@@ -3,6 +3,7 @@
 from bandmf.strategies.banded import Banded
 from bandmf.strategies.base import BufferRecurrence, InputRecurrence, OutputRecurrence, Strategy
 from bandmf.strategies.dense import Dense
+from bandmf.strategies.files import load, save
 from bandmf.strategies.toeplitz import BandedToeplitz, Identity
 
 __all__ = [
@@ -14,4 +15,6 @@ __all__ = [
     "InputRecurrence",
     "OutputRecurrence",
     "Strategy",
+    "load",
+    "save",
 ]

@@ -16,7 +16,7 @@ from bandmf.strategies.base import OutputRecurrence, Strategy, rows_from_columns
 from bandmf.streaming import StreamingOperator, banded_inverse
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Banded(Strategy):
     """A banded strategy from its compact columns, shape (steps, bands).
 

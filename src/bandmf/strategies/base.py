@@ -44,6 +44,9 @@ class Strategy(ABC):
 
     steps: int
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(steps={self.steps}, bands={self.bands})"
+
     @property
     @abstractmethod
     def bands(self) -> int:

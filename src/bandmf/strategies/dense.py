@@ -12,7 +12,7 @@ from bandmf.strategies.base import OutputRecurrence, Strategy
 from bandmf.streaming import StreamingOperator, banded_inverse
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Dense(Strategy):
     """A strategy given by its full lower-triangular matrix.
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from bandmf import _check
-from bandmf._check import FloatArray
+from bandmf._check import FloatArray, IntArray
 from bandmf.strategies.base import OutputRecurrence, Strategy
 from bandmf.streaming import StreamingOperator, banded_inverse
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class BandedToeplitz(Strategy):
     """C[i, j] = coefficients[i - j]; with `normalize_columns` each column is scaled to norm one.
 
@@ -64,7 +64,7 @@ class BandedToeplitz(Strategy):
     def equal_column_norms(self) -> bool:
         return self.normalize_columns or self.bands == 1
 
-    def _norms(self, j: FloatArray) -> FloatArray:
+    def _norms(self, j: IntArray) -> FloatArray:
         """Norms of columns j before any normalisation."""
         cumulative = np.sqrt(np.cumsum(self.coefficients**2))
         return cumulative[np.minimum(self.steps - j, self.bands) - 1]
@@ -82,7 +82,7 @@ class BandedToeplitz(Strategy):
         return banded_inverse(self._row, self.bands, self.steps)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Identity(Strategy):
     """C = I: independent noise, which is DP-SGD."""
 

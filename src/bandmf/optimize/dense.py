@@ -1,0 +1,200 @@
+"""Dense algebra: the best strategy whose Gram matrix X = C'C has given zeros. Convex in X, n <= 2048 or so.
+
+    minimise tr(D A X^-1 A')   subject to   X_ii = 1,  X_ij = 0 off the mask,  X positive definite.
+
+With no mask this is the dense matrix mechanism (single participation). With the pattern's pairs masked out,
+X_ij = 0 for i = j + n/k, j + 2n/k, ..., an example that takes part once in each of k epochs has sensitivity
+exactly sqrt(k). With the band as mask it is the prior, explicit banded optimiser: the reference for
+optimize.banded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+from scipy.linalg import LinAlgError, cho_solve, cholesky, eigh
+
+from bandmf import _check, workloads
+from bandmf._check import FloatArray
+from bandmf.optimize.banded import DEFAULT_GAP
+from bandmf.optimize.horizon import horizon_columns
+from bandmf.optimize.minimax import Weighted, minimax
+from bandmf.optimize.objectives import Objective, parse
+from bandmf.optimize.solution import Clock, Descent, Solution, Watcher, descend
+from bandmf.participation import FixedEpochs
+from bandmf.strategies import Dense
+from bandmf.workloads import Workload
+
+_LARGEST = 8192  # three n x n matrices and the optimiser's memory of them
+
+
+def dense(
+    steps: int,
+    epochs: int = 1,
+    workload: Workload | None = None,
+    objective: str | FloatArray = "mean",
+    *,
+    bands: int | None = None,
+    gap: float | None = None,
+    max_iterations: int = 1000,
+    watch: Watcher | None = None,
+) -> Solution:
+    """The best strategy for `epochs` participations, each example at the same place in every epoch.
+
+    `bands` restricts C to a band as well. Iterates until proved to be within `gap` of the best.
+    `solution.rmse` includes the sensitivity sqrt(epochs).
+
+    >>> solution = dense(64)
+    >>> 2.0401 < solution.rmse < 2.2297, solution.optimality_gap < 1e-4  # nuclear-norm bound, FHU
+    (True, True)
+    """
+    clock = Clock()
+    steps = _check.whole("steps", steps, 1, _LARGEST, remedy="use optimize.banded for more steps")
+    length = FixedEpochs(_check.whole("epochs", epochs, 1, steps, f"steps={steps}")).separation(steps)
+    bands = steps if bands is None else _check.whole("bands", bands, 1, steps, f"steps={steps}")
+    workload = workloads.prefix(steps) if workload is None else workload
+    workload.require_steps(steps)
+    lag = np.abs(np.subtract.outer(np.arange(steps), np.arange(steps)))
+    free = (lag % length > 0) & (lag < bands)
+    goal = parse(objective, steps)
+    unmasked = bands == steps and epochs == 1
+    default = 1e-6 if unmasked and goal.name in ("mean", "weighted") else DEFAULT_GAP[goal.name]
+    gap = _check.real("gap", default if gap is None else gap, 0)
+    problem = Problem(workload.materialize(), free)
+    x = problem.gram_values(horizon_columns(steps, min(bands, length), workloads.prefix(steps)))
+
+    def smooth(goal: Objective, gap: float, max_iterations: int) -> Descent:
+        nonlocal x
+        if unmasked and goal.name != "last":
+            descent = fixed_point(problem, goal, gap, max_iterations, watch)
+        else:
+            descent = problem.minimize(goal, x, gap, max_iterations, watch)
+        x = descent.x
+        return descent
+
+    if goal.name != "max":
+        descent = smooth(goal, gap, max_iterations)
+    else:
+        descent = _minimax(problem, smooth, gap, max_iterations)
+    return problem.solution(descent, goal, epochs, clock)
+
+
+def _minimax(
+    problem: Problem, smooth: Callable[[Objective, float, int], Descent], gap: float, max_iterations: int
+) -> Descent:
+    """The least maximum, by reweighting."""
+
+    def solve(weights: FloatArray) -> Weighted[FloatArray]:
+        descent = smooth(Objective("weighted", weights), gap / 4, 40)
+        errors, _ = problem.errors(descent.x)
+        lower = float(weights @ errors) / (1 + problem.gap) ** 2
+        return Weighted(descent.x, errors, lower, descent.iterations)
+
+    best = minimax(solve, len(problem.A), gap, max(1, max_iterations // 10))
+    problem.gap = best.gap
+    return Descent(best.candidate, 0.0, best.iterations, best.gap <= gap, f"gap asked for: {gap:g}")
+
+
+class Problem:
+    """Loss over X: `free` marks the off-diagonal pairs that may differ from zero."""
+
+    def __init__(self, A: FloatArray, free: npt.NDArray[np.bool_]) -> None:
+        self.A, self.free = A, free
+        self.rows, self.columns = np.nonzero(np.tril(free, -1))
+        self.gap = math.inf
+
+    def gram(self, values: FloatArray) -> FloatArray:
+        X = np.eye(len(self.A))
+        X[self.rows, self.columns] = X[self.columns, self.rows] = values
+        return X
+
+    def errors(self, values: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Squared errors (A X^-1 A')_ii of all steps, and A X^-1."""
+        B = cho_solve((cholesky(self.gram(values), lower=True), True), self.A.T).T
+        return np.sum(B * self.A, axis=1), B
+
+    def loss(self, values: FloatArray, goal: Objective) -> tuple[float, FloatArray]:
+        """log of the objective; infinite where X is not positive definite."""
+        try:
+            errors, B = self.errors(values)
+        except LinAlgError:
+            return math.inf, np.zeros_like(values)
+        total, weights = goal.smooth(errors)
+        slopes = (B.T @ (weights[:, None] * B))[self.rows, self.columns]
+        # The certificate of certificate.py costs nothing here: S and X are at hand.
+        slack = 2 * float(np.sum(np.maximum(slopes * (1 - values), -slopes * (1 + values))))
+        lower = (float(weights @ errors) - slack) / weights.sum()
+        self.gap = math.sqrt(goal.value(errors) / lower) - 1 if lower > 0 else math.inf
+        return math.log(total), -2 * slopes / total
+
+    def gram_values(self, columns: FloatArray) -> FloatArray:
+        """The free entries of C'C for compact columns of C whose band has the zeros asked for."""
+        n, bands = columns.shape
+        X = np.zeros((n, n))
+        for r in range(bands):
+            np.fill_diagonal(X[r:], np.sum(columns[: n - r, r:] * columns[r:, : bands - r], axis=1))
+        return X[self.rows, self.columns]
+
+    def minimize(
+        self, goal: Objective, start: FloatArray, gap: float, max_iterations: int, watch: Watcher | None
+    ) -> Descent:
+        """L-BFGS over the free entries until the proved gap is at most `gap`."""
+        if start.size == 0:
+            self.gap = 0.0
+            return Descent(start, 0.0, 0, True, "one band: nothing to choose")
+
+        def proved(iteration: int, loss: float, x: FloatArray) -> bool:
+            return (watch is not None and watch(iteration, loss, x)) or self.gap <= gap
+
+        descent = descend(lambda x: self.loss(x, goal), start, max_iterations=max_iterations, watch=proved)
+        self.loss(descent.x, goal)  # the gap of the best point, not of the last one tried
+        return descent
+
+    def solution(self, descent: Descent, goal: Objective, epochs: int, clock: Clock) -> Solution:
+        X = self.gram(descent.x)
+        # C'C = X with C lower triangular: Cholesky of X seen from the far corner.
+        C = cholesky(X[::-1, ::-1], lower=True).T[::-1, ::-1]
+        errors, _ = self.errors(descent.x)
+        return Solution(
+            strategy=Dense(np.tril(C)),
+            rmse=math.sqrt(epochs * np.mean(errors)),
+            objective=math.sqrt(epochs * goal.value(errors)),
+            optimality_gap=self.gap,
+            iterations=descent.iterations,
+            seconds=clock.seconds(),
+            converged=descent.converged,
+            message=f"proved within {self.gap:.2g} of the best with these zeros; {descent.message}",
+        )
+
+
+def fixed_point(
+    problem: Problem, goal: Objective, gap: float, max_iterations: int, watch: Watcher | None
+) -> Descent:
+    """Single participation, no mask: iterate on the dual variables v of the constraints X_ii <= 1.
+
+    With G = A' D A and V = diag(v), the best X for given v is V^-1/2 R V^-1/2, R = (V^1/2 G V^1/2)^1/2, and
+    2 tr(R) - sum(v) is a lower bound on the error of every strategy. v <- diag(R) is a contraction whose
+    fixed point meets all constraints; each iteration is one eigendecomposition.
+    """
+    weights = goal.smooth(np.ones(len(problem.A)))[1]
+    G = problem.A.T @ (weights[:, None] * problem.A)
+    v = np.sqrt(np.diag(G) * np.mean(np.diag(G)))
+    for iteration in range(1, max_iterations + 1):
+        s = np.sqrt(v)
+        spectrum, basis = eigh(s[:, None] * G * s)
+        roots = np.sqrt(np.maximum(spectrum, 0))
+        R = (basis * roots) @ basis.T
+        lower = 2 * float(np.sum(roots)) - float(np.sum(v))
+        v = np.diag(R).copy()
+        norm = np.sqrt(v)  # of the columns of C V^1/2; dividing by it makes X_ii one
+        inverse = (basis / roots) @ basis.T
+        total = float(np.sum((norm[:, None] * G * norm) * inverse))
+        problem.gap = math.sqrt(total / lower) - 1 if lower > 0 else math.inf
+        values = (R / np.outer(norm, norm))[problem.rows, problem.columns]
+        stop = watch is not None and watch(iteration, math.log(total), values)
+        if problem.gap <= gap or stop:
+            return Descent(values, math.log(total), iteration, True, "fixed point reached")
+    return Descent(values, math.log(total), max_iterations, False, f"gap={gap} not reached")
