@@ -15,19 +15,37 @@ __version__ = "0.1.0"
 
 # Everything loads on first use: `import bandmf` is quick, and torch and jax are never needed by the core.
 _HOME = {
+    "Plan": "bandmf.planning",
     "certified_sensitivity": "bandmf.sensitivities",
     "max_error": "bandmf.error",
     "per_step_error": "bandmf.error",
+    "plan": "bandmf.planning",
     "rmse": "bandmf.error",
     "sensitivity": "bandmf.sensitivities",
 }
-_MODULES = ("optimize", "participation", "strategies", "streaming", "workloads")
+_MODULES = ("accounting", "noise", "optimize", "participation", "strategies", "streaming", "workloads")
 
-__all__ = [*_HOME, *_MODULES]
+__all__ = [
+    "Plan",
+    "accounting",
+    "certified_sensitivity",
+    "max_error",
+    "noise",
+    "optimize",
+    "participation",
+    "per_step_error",
+    "plan",
+    "rmse",
+    "sensitivity",
+    "strategies",
+    "streaming",
+    "workloads",
+]
 
 if TYPE_CHECKING:
-    from bandmf import optimize, participation, strategies, streaming, workloads
+    from bandmf import accounting, noise, optimize, participation, strategies, streaming, workloads
     from bandmf.error import max_error, per_step_error, rmse
+    from bandmf.planning import Plan, plan
     from bandmf.sensitivities import certified_sensitivity, sensitivity
 
 

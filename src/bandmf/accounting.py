@@ -370,20 +370,23 @@ def _interval(setting: _Setting, losses: _Losses, tolerance: float = TIGHT) -> f
     if high > 3 * MAX_EPSILON:
         return None
     span = float(np.ptp(losses.values))
+    width = span + (high - low) / 10  # what the accountant's time is proportional to
     estimate: Callable[[float], float] = partial(_estimate, losses, rounds, delta)
-    candidates = [d for d in INTERVALS if d <= max((high - low) / 500, DEFAULT_INTERVAL)]
+    candidates = [d for d in INTERVALS if d <= max((high - low) / 500, 2 * DEFAULT_INTERVAL)]
     excessive = estimate(candidates[0])
     for interval, finer in pairwise(candidates):
         value = estimate(finer)
-        price = min(max((span / finer / 40_000) ** 2, 0.1), 5.0)  # a point costs 10 to 20 microseconds
+        price = min(max((width / finer / 40_000) ** 2, 0.1), 5.0)  # a point costs 10 to 20 microseconds
         tolerated = tolerance * price + setting.scatter
         if excessive - value <= tolerated / 2 * value:
             return interval if value <= MAX_EPSILON else None
-        # Clipped rounding errors of the accountant's second differences grow as 1 / interval^2 (pessimistic).
-        blurred = rounds * 1e-17 * span / (finer / 2) ** 2 > LOOSE
-        # Mostly the excess falls quadratically: this difference is then three times what remains.
-        if finer <= DEFAULT_INTERVAL and (excessive - value <= 3 * LOOSE * value or blurred):
-            return finer if value <= MAX_EPSILON else None
+        if finer <= DEFAULT_INTERVAL:
+            # Mostly the excess falls quadratically: the difference is then three times what remains.
+            enough = finer == DEFAULT_INTERVAL and excessive - value <= 3 * LOOSE * value
+            # Clipped rounding errors of the accountant's second differences grow as 1 / interval^2.
+            blurred = rounds * 1e-17 * span / (finer / 2) ** 2 > LOOSE
+            if enough or blurred or width > 50_000 * finer:
+                return finer if value <= MAX_EPSILON else None
         excessive = value
     return candidates[-1]
 

@@ -6,8 +6,8 @@ With B = A C^-1, step i has squared error |row i of B|^2 (for unit noise; sensit
     rmse                sensitivity * sqrt(mean of them)
     max_error           sensitivity * sqrt(largest of them)
 
-Three exact ways, cheapest first: the response of a Toeplitz strategy (any n), the banded covariance
-recursion (O(n b^2)), the covariance of the joint state of C^-1 and A. `per_step_error_by_rows` is the
+Three exact ways, cheapest first: the closed form of the strategy's family (Toeplitz: its response, any n),
+the banded covariance recursion (O(n b^2)), the covariance of the joint state of C^-1 and A (O(n s^2)). `per_step_error_by_rows` is the
 paper's own streaming algorithm, O(n^2 b): the reference, and the fall-back where there is no state space.
 """
 
@@ -21,9 +21,8 @@ from bandmf._check import FloatArray
 from bandmf.covariance import BandCovariance, banded_product
 from bandmf.participation import Participation, Single
 from bandmf.sensitivities import sensitivity
-from bandmf.strategies import BandedToeplitz, Identity, Strategy
+from bandmf.strategies import Strategy
 from bandmf.streaming import StreamingOperator
-from bandmf.toeplitz_error import ToeplitzError
 from bandmf.workloads import Workload, prefix
 
 # The joint-state recursion costs s^2 a step; beyond this size streaming whole rows is cheaper.
@@ -38,30 +37,32 @@ def per_step_error(strategy: Strategy, workload: Workload | None = None) -> Floa
     array([1.  , 1.25])
     """
     workload = _workload_for(strategy, workload)
-    toeplitz = _toeplitz_error(strategy, workload)
-    if toeplitz is not None:
-        return np.concatenate([toeplitz.head_errors(), toeplitz.tail])
-    if workload.inverse_columns is not None:
+    closed = strategy.closed_error(workload)
+    if closed is not None:
+        return closed.per_step()
+    operator = workload.operator @ strategy.inverse()
+    by_state = operator.matrices is not None and operator.buffers <= _LARGEST_STATE
+    # Wide C with a small state (buffered, tree, banded inverse): the state is far cheaper than the band.
+    if workload.inverse_columns is not None and not (by_state and strategy.bands > 4 * operator.buffers):
         product = banded_product(strategy.columns(), workload.inverse_columns(0, strategy.steps))
         return BandCovariance(product).errors
-    operator = workload.operator @ strategy.inverse()
-    if operator.matrices is not None and operator.buffers <= _LARGEST_STATE:
+    if by_state:
         return _per_step_error_by_state(operator, strategy.steps)
     return per_step_error_by_rows(strategy.inverse(), workload.operator, strategy.steps)
 
 
 def mean_squared_error(strategy: Strategy, workload: Workload | None = None) -> float:
-    """The mean of `per_step_error`, in closed form for Toeplitz strategies of any length."""
+    """The mean of `per_step_error`, in closed form where there is one."""
     workload = _workload_for(strategy, workload)
-    toeplitz = _toeplitz_error(strategy, workload)
-    return toeplitz.mean() if toeplitz is not None else float(np.mean(per_step_error(strategy, workload)))
+    closed = strategy.closed_error(workload)
+    return closed.mean() if closed is not None else float(np.mean(per_step_error(strategy, workload)))
 
 
 def max_squared_error(strategy: Strategy, workload: Workload | None = None) -> float:
     """The largest of `per_step_error`. With normalised columns it is not the last one."""
     workload = _workload_for(strategy, workload)
-    toeplitz = _toeplitz_error(strategy, workload)
-    return toeplitz.maximum() if toeplitz is not None else float(np.max(per_step_error(strategy, workload)))
+    closed = strategy.closed_error(workload)
+    return closed.maximum() if closed is not None else float(np.max(per_step_error(strategy, workload)))
 
 
 def rmse(
@@ -106,16 +107,3 @@ def _workload_for(strategy: Strategy, workload: Workload | None) -> Workload:
     workload = prefix(strategy.steps) if workload is None else workload
     workload.require_steps(strategy.steps)
     return workload
-
-
-def _toeplitz_error(strategy: Strategy, workload: Workload) -> ToeplitzError | None:
-    """The closed form, where the strategy and the workload are Toeplitz."""
-    if workload.coefficients is None:
-        return None
-    if isinstance(strategy, Identity):
-        return ToeplitzError(np.ones(1), workload, normalize=False)
-    if not isinstance(strategy, BandedToeplitz):
-        return None
-    if strategy.normalize_columns and workload.inverse_columns is None:
-        return None
-    return ToeplitzError(strategy.coefficients, workload, strategy.normalize_columns)

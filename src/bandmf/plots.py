@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from bandmf._check import FloatArray
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 # Okabe and Ito's colours: told apart by every kind of colour vision.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -25,8 +25,6 @@ def save(figure: Figure, path: str | Path) -> Path:
 
 def panels(count: int, width: float = 5.2, height: float = 3.8) -> tuple[Figure, list[Axes]]:
     """A row of panels in the house style, without any window."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(width * count, height), layout="constrained")
     axes = list(figure.subplots(1, count, squeeze=False)[0])
     for axis in axes:
@@ -48,4 +46,21 @@ def strategy(columns: dict[int, FloatArray], errors: dict[str, FloatArray], titl
     right.set(xlabel="step", ylabel="error of the running sum", title="Noise in the sum of gradients so far")
     right.set_ylim(bottom=0)
     right.legend(frameon=False)
+    return figure
+
+
+def bands(curve: list[tuple[int, float]], chosen: int, title: str) -> Figure:
+    """Error against bands, with the choice marked; curve holds (bands, error of mean gradients)."""
+    figure, (axis,) = panels(1)
+    axis.loglog(*zip(*curve, strict=True), marker="o", markersize=4)
+    axis.plot(
+        chosen, dict(curve)[chosen], "o", color=COLOURS[1], markersize=10, label=f"chosen: {chosen} bands"
+    )
+    ends = {min(curve): "DP-SGD", max(curve): "no amplification"}
+    for (place, error), name in ends.items():
+        side = "left" if place == 1 else "right"
+        axis.annotate(name, (place, error), xytext=(0, 8), textcoords="offset points", ha=side, fontsize=9)
+    axis.set(xlabel="bands", ylabel="RMSE of mean gradients", title=title)
+    axis.margins(y=0.15)
+    axis.legend(frameon=False)
     return figure

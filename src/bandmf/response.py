@@ -93,7 +93,10 @@ def settled_response(theta: FloatArray, workload: Workload, terms: int | None = 
 
 def first_terms(bands: int, workload: Workload) -> int:
     """How many terms to begin with."""
-    return workload.steps if workload.limit is None else min(workload.steps, max(32 * bands, 256))
+    if workload.limit is None:
+        return workload.steps
+    memory = workload.operator.buffers + 1  # a Toeplitz workload may come back after a long gap
+    return min(workload.steps, max(32 * bands, 256, memory + bands))
 
 
 def divide_series(numerator: FloatArray, theta: FloatArray) -> FloatArray:

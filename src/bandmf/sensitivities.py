@@ -21,7 +21,8 @@ import numpy as np
 
 from bandmf._check import FloatArray, IntArray
 from bandmf.participation import FixedEpochs, MinSeparation, Participation, Single
-from bandmf.strategies import BandedToeplitz, Identity, Strategy
+from bandmf.strategies import Strategy
+from bandmf.strategies.base import spaced_toeplitz_norm
 
 
 @dataclass(frozen=True)
@@ -54,15 +55,6 @@ def certified_sensitivity(strategy: Strategy, participation: Participation | Non
     return _min_separation(strategy, participation)
 
 
-def _plain_toeplitz(strategy: Strategy) -> FloatArray | None:
-    """The coefficients, if C is Toeplitz and its columns were left as they are."""
-    if isinstance(strategy, Identity):
-        return np.ones(1)
-    if isinstance(strategy, BandedToeplitz) and not strategy.normalize_columns:
-        return strategy.coefficients
-    return None
-
-
 # --- fixed epochs -------------------------------------------------------------------------------------
 
 
@@ -71,9 +63,10 @@ def _fixed_epochs(strategy: Strategy, participation: FixedEpochs) -> Sensitivity
     length = participation.separation(n)
     if length >= strategy.bands:  # no two participations interact: the largest sum of squared norms
         return _separated(strategy, MinSeparation(epochs, length), aligned=True)
-    theta = _plain_toeplitz(strategy)
     # A later start only cuts rows off a plain Toeplitz matrix: the pattern that starts at 0 is the worst.
-    starts = np.arange(1 if theta is not None else length)
+    if (value := strategy.spaced_norm(length, epochs)) is not None:
+        return Sensitivity(value, True, "non-increasing Toeplitz")
+    starts = np.arange(1 if strategy.toeplitz() is not None else length)
     gram = _pattern_grams(strategy, starts, length, epochs)
     totals = np.abs(gram).sum(axis=(1, 2))
     worst = int(np.argmax(totals))
@@ -119,17 +112,16 @@ def _min_separation(strategy: Strategy, participation: MinSeparation) -> Sensiti
         return Sensitivity(strategy.largest_column_norm(), True, "one participation")
     if separation >= bands:
         return _separated(strategy, participation)
-    theta = _plain_toeplitz(strategy)
-    if theta is not None and _non_increasing(theta):
-        return Sensitivity(_spaced_toeplitz(theta, n, separation, count), True, "non-increasing Toeplitz")
+    if (value := strategy.spaced_norm(separation, count)) is not None:
+        return Sensitivity(value, True, "non-increasing Toeplitz")
     lags = _lagged_gram(strategy)
     if count == 2 or 2 * separation >= bands:
         return Sensitivity(_chain(lags, separation, count), True, "neighbours interact (chain)")
     bounds = [(_column_scores(lags, separation, count), "sum of column bounds")]
     bounds.append((count * strategy.largest_column_norm(), "triangle inequality"))
-    if theta is not None:
+    if (theta := strategy.toeplitz()) is not None:
         majorant = np.maximum.accumulate(np.abs(theta)[::-1])[::-1]
-        bounds.append((_spaced_toeplitz(majorant, n, separation, count), "non-increasing majorant"))
+        bounds.append((spaced_toeplitz_norm(majorant, n, separation, count), "non-increasing majorant"))
     value, method = min(bounds)
     return Sensitivity(value, False, method)
 
@@ -141,7 +133,7 @@ def _separated(strategy: Strategy, participation: MinSeparation, aligned: bool =
     if strategy.equal_column_norms():
         value = math.sqrt(count) * strategy.largest_column_norm()
         return Sensitivity(value, True, "disjoint columns of equal norm")
-    if _plain_toeplitz(strategy) is not None:  # norms fall towards the end: start at 0, as dense as may be
+    if strategy.toeplitz() is not None:  # norms fall towards the end: start at 0, as dense as may be
         norms = np.array(
             [np.linalg.norm(strategy.columns(j, j + 1)) for j in range(0, n, separation)][:count]
         )
@@ -163,19 +155,6 @@ def _best_separated_sum(scores: FloatArray, separation: int, count: int) -> floa
         take[:n] = scores + best[separation : n + separation]
         best = np.maximum.accumulate(take[::-1])[::-1]
     return float(best[0])
-
-
-def _non_increasing(theta: FloatArray) -> bool:
-    return bool(theta[-1] >= 0 and np.all(np.diff(theta) <= 0))
-
-
-def _spaced_toeplitz(theta: FloatArray, n: int, separation: int, count: int) -> float:
-    """|sum of columns 0, separation, 2 separation, ...|: the worst pattern for non-increasing theta >= 0."""
-    total = np.zeros(min(n, (count - 1) * separation + len(theta)))
-    for m in range(count):
-        piece = total[m * separation : m * separation + len(theta)]
-        piece += theta[: len(piece)]
-    return float(np.linalg.norm(total))
 
 
 def _lagged_gram(strategy: Strategy) -> FloatArray:

@@ -61,6 +61,10 @@ class ToeplitzError:
         self.block = BandCovariance(product, None if self.start is None else self.start.matrix)
         self.tail = self.block.errors
 
+    def per_step(self) -> FloatArray:
+        """The errors of all steps."""
+        return np.concatenate([self.head_errors(), self.tail])
+
     def head_errors(self) -> FloatArray:
         """The errors of all steps before the tail: as many numbers as steps."""
         return np.cumsum(self.response.window(0, self.head_steps) ** 2)

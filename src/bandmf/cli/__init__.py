@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from bandmf.cli import optimize
+from bandmf.cli import optimize, plan
 
 app = typer.Typer(
     help="Train machine-learning models with differential privacy at the lowest noise.",
@@ -15,6 +15,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
+app.command("plan")(plan.plan)
 app.command("optimize")(optimize.optimize)
 
 

@@ -151,7 +151,10 @@ def _plot(strategy: strategies.Strategy, workload: Workload, path: Path) -> Path
         raise ValueError(
             f"steps={n}: per-step errors are drawn for at most {_PLOTTABLE} steps; leave out --plot"
         )
-    shown = {step: strategy.columns(step, step + 1)[0][:256] for step in dict.fromkeys((0, n // 2, n - 1))}
+    shown = {
+        step: strategy.columns(step, step + 1)[0][: min(256, n - step)]
+        for step in dict.fromkeys((0, n // 2, max(0, n - strategy.bands // 2 - 1)))
+    }
     errors = {
         f"{strategy.bands} bands": per_step_error(strategy, workload),
         "independent noise": per_step_error(strategies.Identity(n), workload),

@@ -1,0 +1,118 @@
+"""`bandmf plan`: from (epsilon, delta, data, steps) to a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from bandmf import plots, workloads
+from bandmf.cli import show
+from bandmf.participation import MinSeparation
+from bandmf.planning import Candidate, Plan
+from bandmf.planning import plan as make_plan
+from bandmf.planning.search import spent
+
+_EXAMPLE = (
+    "Example: bandmf plan --epsilon 4 --delta 1e-8 --examples 1000000 --batch-size 500 --steps 16384 "
+    "--save plan.json --plot plan.png"
+)
+
+
+def plan(
+    delta: Annotated[float, typer.Option(help="Privacy budget: delta.")],
+    batch_size: Annotated[float, typer.Option(help="Expected batch size.")],
+    epsilon: Annotated[float | None, typer.Option(help="Privacy budget: epsilon.")] = None,
+    examples: Annotated[int | None, typer.Option(help="Examples in the data set.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Training steps, or give --epochs.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Passes over the data.")] = None,
+    parameters: Annotated[int | None, typer.Option(help="Trainable parameters of the model.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory for noise on each device, e.g. 1GB.")] = None,
+    devices: Annotated[int, typer.Option(help="Devices that share the noise.")] = 1,
+    bands: Annotated[int | None, typer.Option(help="Fix the bands instead of choosing them.")] = None,
+    momentum: Annotated[float, typer.Option(help="Optimise for SGD with this momentum.")] = 0.0,
+    max_batch_size: Annotated[int | None, typer.Option(help="Cut larger batches to this size.")] = None,
+    adjacency: Annotated[str, typer.Option(help="add-remove, zero-out or replace.")] = "add-remove",
+    noise_multiplier: Annotated[float | None, typer.Option(help="Fix sigma instead of epsilon.")] = None,
+    max_participations: Annotated[
+        int | None, typer.Option(help="No amplification: each user at most so often (with --separation).")
+    ] = None,
+    separation: Annotated[int | None, typer.Option(help="... and so many steps apart.")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Say in words what is guaranteed.")] = False,
+    save: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw error against bands (.png, .svg, .pdf).")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    if (max_participations is None) != (separation is None):
+        raise ValueError("max-participations, separation: give both or neither")
+    participation = None
+    if max_participations is not None and separation is not None:
+        participation = MinSeparation(max_participations, separation)
+    workload = workloads.momentum(steps, momentum) if momentum and steps else None
+    with show.status("weighing bands") as line:
+
+        def progress(candidate: Candidate) -> None:
+            line.update(f"{candidate.bands} bands: RMSE {candidate.rmse:.5g}")
+
+        made = make_plan(
+            epsilon=epsilon,
+            delta=delta,
+            examples=examples,
+            batch_size=batch_size,
+            steps=steps,
+            epochs=epochs,
+            parameters=parameters,
+            memory=memory,
+            devices=devices,
+            bands=bands,
+            workload=workload,
+            max_batch_size=max_batch_size,
+            participation=participation,
+            adjacency=adjacency,
+            noise_multiplier=noise_multiplier,
+            progress=progress,
+        )
+    if save is not None:
+        made.save(save)
+    if plot is not None:
+        plots.save(_figure(made), plot)
+    if json:
+        show.print_json({**made.summary(), "candidates": [c._asdict() for c in made.candidates]})
+    elif explain:
+        show.console.print(made.explain(), highlight=False)
+    else:
+        _print(made)
+
+
+plan.__doc__ = f"Plan private training: the mechanism of least noise for a privacy budget.\n\n{_EXAMPLE}"
+
+
+def _figure(made: Plan) -> Figure:
+    curve = [(c.bands, c.rmse / made.batch_size) for c in made.candidates]
+    return plots.bands(
+        curve, made.bands, f"epsilon={made.epsilon:g}, delta={made.delta:g}, {made.steps} steps"
+    )
+
+
+def _print(made: Plan) -> None:
+    show.print_pairs("Plan", {name.replace("_", " "): _text(value) for name, value in made.summary().items()})
+    table = Table(title="What was weighed", title_justify="left", box=None, padding=(0, 2))
+    for name in ("bands", "noise multiplier", "RMSE", "against the plan", "noise memory per device"):
+        table.add_column(name, justify="right")
+    for c in made.candidates:
+        memory = "" if c.memory is None else f"{c.memory / 1e9:.3g} GB"
+        mark = "chosen" if c.bands == made.bands else f"{c.rmse / made.rmse:.3f}x"
+        table.add_row(str(c.bands), f"{c.noise_multiplier:.4f}", f"{c.rmse:.5g}", mark, memory)
+    show.console.print(table)
+    limit = made.best_without_memory_limit
+    if limit is not None:
+        cost = made.rmse / limit.rmse - 1
+        show.console.print(f"The memory limit costs {cost:.1%}: {limit.bands} bands would be best.")
+    show.console.print("The accountant confirms epsilon =", f"{spent(made):.6g}; see also --explain.")
+
+
+def _text(value: object) -> str:
+    return "-" if value is None else f"{value:.7g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,96 @@
+"""A plan in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bandmf.planning.plans import Plan
+
+_NEIGHBOURS = {
+    "add-remove": "one example is added or removed",
+    "zero-out": "one example's contribution is replaced by zero",
+    "replace": "one example is replaced by another",
+}
+
+
+def explain(plan: Plan) -> str:
+    """What is guaranteed, to whom, under which sampling, and what must not change."""
+    sections = [_guarantee(plan), _sampling(plan), _noise(plan), _error(plan), _rules(plan)]
+    return "\n\n".join(sections)
+
+
+def _guarantee(plan: Plan) -> str:
+    return (
+        f"Guarantee. The {plan.steps} noisy gradient sums, and everything computed from them, are "
+        f"(epsilon={plan.epsilon:g}, delta={plan.delta:g})-differentially private when "
+        f"{_NEIGHBOURS[plan.adjacency]} (adjacency {plan.adjacency!r}). The unit of privacy is one example."
+    )
+
+
+def _sampling(plan: Plan) -> str:
+    if not plan.amplified:
+        return (
+            f"Sampling. None is relied upon: any example may take part as in {plan.participation}. "
+            "If more happens, `plan.epsilon_for(...)` says what was really spent."
+        )
+    assert plan.examples is not None
+    assert plan.epochs is not None
+    if plan.bands == 1:
+        turns = f"At every step each of the {plan.examples} examples"
+    else:
+        how = "each on its own, by its identity and the secret key"
+        if plan.adjacency != "add-remove":
+            how = "evenly"
+        turns = (
+            f"The {plan.examples} examples are divided into {plan.bands} parts, {how}; the parts take turns, "
+            f"so each has its turn at most {plan.rounds} times. Then each of its examples"
+        )
+    cap = "" if plan.max_batch_size is None else f" A batch is cut to {plan.max_batch_size} at random."
+    return (
+        f"Sampling. {turns} enters the batch independently with probability {plan.sampling_probability:.6g}: "
+        f"{plan.batch_size:g} examples on average, {plan.epochs:g} participations in all.{cap} Batches must "
+        "be drawn in just this way; shuffled epochs void the guarantee."
+    )
+
+
+def _noise(plan: Plan) -> str:
+    correlation = "independent from step to step (DP-SGD)"
+    if plan.strategy.bands > 1:
+        correlation = f"correlated over {plan.strategy.bands} steps, so that it cancels later"
+    memory = "" if plan.memory is None else f" Its history takes {plan.memory / 1e9:.3g} GB on each device."
+    return (
+        f"Noise. Clip every example's gradient to clip_norm and sum. Add noise with scale clip_norm * "
+        f"{plan.noise_scale:.6g} (noise multiplier {plan.noise_multiplier:.6g}), {correlation}. Then divide "
+        f"by {plan.batch_size:g}, never by the number of examples really in the batch.{memory}"
+    )
+
+
+def _error(plan: Plan) -> str:
+    lines = [
+        f"Error. The running sums of mean gradients ({plan.workload}) carry noise of RMSE "
+        f"{plan.mean_rmse:.6g} * clip_norm for each parameter."
+    ]
+    by_bands = {candidate.bands: candidate for candidate in plan.candidates}
+    if plan.bands > 1 and 1 in by_bands:
+        lines.append(f"DP-SGD at the same budget has {by_bands[1].rmse / plan.rmse:.2f} times as much.")
+    limit = plan.best_without_memory_limit
+    if limit is not None and limit.bands != plan.bands:
+        lines.append(
+            f"The memory limit costs {plan.rmse / limit.rmse - 1:.1%}: without it, {limit.bands} bands "
+            "are best."
+        )
+    if plan.amplified and plan.rule_of_thumb is not None:
+        lines.append(
+            f"Rule of thumb for the best bands: {plan.rule_of_thumb:.3g}. With an adaptive optimizer (Adam) "
+            "fewer bands than the best for RMSE tend to train better."
+        )
+    return " ".join(lines)
+
+
+def _rules(plan: Plan) -> str:
+    return (
+        "Do not change during the run: clip norm, batch sampler, number of examples, strategy, secret key. "
+        f"Do not train past step {plan.steps}. Do not run a released step again with other data or "
+        "gradients: two results with the same noise reveal their difference without any noise."
+    )

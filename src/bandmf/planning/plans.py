@@ -1,0 +1,162 @@
+"""A plan: one frozen object that owns strategy, sampling and privacy accounting, so they cannot disagree."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bandmf import accounting
+from bandmf.participation import Participation
+from bandmf.planning import files
+from bandmf.sensitivities import sensitivity
+from bandmf.strategies import Strategy
+
+BYTES_PER_NUMBER = 4  # the noise engine keeps its history in float32
+
+
+class Candidate(NamedTuple):
+    """What was weighed: one number of bands, its noise multiplier and error, and the memory of its noise."""
+
+    bands: int
+    noise_multiplier: float
+    rmse: float
+    memory: float | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """How to train with privacy; made by `bandmf.plan`, saved as JSON, never changed.
+
+    Guarantees: with the sampling named here, clipping to `clip_norm`, and noise C^-1 z with standard
+    deviation clip_norm * noise_scale for z, the whole run of `steps` steps is (epsilon, delta)-DP under
+    `adjacency`. `sampling_probability` and `rounds` follow from bands, batch_size, examples and steps; nobody
+    types them.
+    """
+
+    steps: int
+    batch_size: float
+    examples: int | None
+    epsilon: float
+    delta: float
+    adjacency: str
+    bands: int
+    strategy: Strategy
+    noise_multiplier: float
+    error: float  # sensitivity * root mean squared error of the strategy, without noise_multiplier
+    participation: Participation | None = None  # None: cyclic Poisson sampling, with amplification
+    max_batch_size: int | None = None
+    workload: str = "prefix"
+    parameters: int | None = None
+    devices: int = 1
+    candidates: tuple[Candidate, ...] = ()
+    best_without_memory_limit: Candidate | None = None
+
+    @property
+    def amplified(self) -> bool:
+        """Whether the random sampling of batches counts towards privacy."""
+        return self.participation is None
+
+    @property
+    def sampling_probability(self) -> float:
+        """With which an example of the part whose turn it is enters a batch: b B / N."""
+        return sampling_probability(self.bands, self.batch_size, self.examples) if self.amplified else 1.0
+
+    @property
+    def rounds(self) -> int:
+        """How often the part of any one example has its turn: ceil(steps / bands)."""
+        return -(-self.steps // self.bands) if self.amplified else 1
+
+    @property
+    def epochs(self) -> float | None:
+        """Expected participations of an example."""
+        return None if self.examples is None else self.steps * self.batch_size / self.examples
+
+    @property
+    def sensitivity(self) -> float:
+        """Per unit clip norm: of one round when amplified, else of the whole run under `participation`."""
+        return sensitivity(self.strategy, self.participation)
+
+    @property
+    def noise_scale(self) -> float:
+        """The standard deviation of z per unit clip norm: noise_multiplier * sensitivity."""
+        return self.noise_multiplier * self.sensitivity
+
+    @property
+    def rmse(self) -> float:
+        """Error of the workload's outputs (running sums of clipped gradient sums) at clip norm 1."""
+        return self.noise_multiplier * self.error
+
+    @property
+    def mean_rmse(self) -> float:
+        """The same on mean gradients: the one number that compares runs of different batch size."""
+        return self.rmse / self.batch_size
+
+    @property
+    def memory(self) -> float | None:
+        """Bytes of noise history on each device, in float32."""
+        return noise_memory(self.bands, self.parameters, self.devices)
+
+    @property
+    def rule_of_thumb(self) -> float | None:
+        """The paper's quick guess at the best bands: epsilon sqrt(steps) / epochs."""
+        return None if self.epochs is None else self.epsilon * math.sqrt(self.steps) / self.epochs
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all that defines the plan: equal for equal plans, on any machine."""
+        text = json.dumps(files.to_dict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def epsilon_for(self, participation: Participation) -> float:
+        """What an unamplified run has spent, after the fact, when users took part as given here."""
+        if self.amplified:
+            raise ValueError(
+                "participation: this plan relies on cyclic Poisson sampling; make one with participation= "
+                "to account for other patterns"
+            )
+        realised = self.noise_scale / sensitivity(self.strategy, participation)
+        return accounting.epsilon(realised, self.delta, 1.0, 1, adjacency=self.adjacency)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the plan as JSON (a large strategy goes into a file beside it)."""
+        return files.save(self, Path(path))
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan; refuses a tampered or unknown file, and runs the accountant again."""
+        return Plan(**files.load(Path(path)))
+
+    def explain(self) -> str:
+        """In words and numbers: what is guaranteed, to whom, under which sampling, what must not change."""
+        from bandmf.planning.explain import explain
+
+        return explain(self)
+
+    def summary(self) -> dict[str, Any]:
+        """The numbers that people look for, by name."""
+        names = (
+            "steps batch_size examples epochs epsilon delta adjacency bands noise_multiplier noise_scale "
+            "sampling_probability rounds rmse mean_rmse memory rule_of_thumb workload digest"
+        )
+        return {name: getattr(self, name) for name in names.split()}
+
+
+def sampling_probability(bands: int, batch_size: float, examples: int | None) -> float:
+    """bands * batch_size / examples, at most one."""
+    assert examples is not None
+    return min(1.0, bands * batch_size / examples)
+
+
+def noise_memory(bands: int, parameters: int | None, devices: int) -> float | None:
+    """Bytes on each device for bands - 1 past vectors and the one being made."""
+    return None if parameters is None else BYTES_PER_NUMBER * bands * parameters / devices

@@ -1,0 +1,264 @@
+"""The plan: it owns strategy, sampling and accounting, and they fit each other."""
+
+import json
+import math
+
+import dp_accounting
+import numpy as np
+import pytest
+from dp_accounting import pld
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import bandmf
+from bandmf import accounting, workloads
+from bandmf.participation import FixedEpochs, MinSeparation
+from bandmf.planning.search import parse_bytes, spent
+
+SMALL = {"epsilon": 8.0, "delta": 1e-6, "examples": 6_000, "batch_size": 60, "steps": 400}
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return bandmf.plan(**SMALL)
+
+
+def test_the_accountant_confirms_the_promised_epsilon(plan):
+    event = dp_accounting.SelfComposedDpEvent(
+        dp_accounting.PoissonSampledDpEvent(
+            plan.bands * 60 / 6_000, dp_accounting.GaussianDpEvent(plan.noise_multiplier)
+        ),
+        math.ceil(400 / plan.bands),
+    )
+    found = pld.PLDAccountant().compose(event).get_epsilon(1e-6)
+    assert found <= 8.0
+    assert found > 7.9  # and not by wasting the budget
+
+
+def test_a_mispaired_sampling_rate_would_be_caught(plan):
+    """Planted: accounting with batch / examples instead of bands * batch / examples claims far too little."""
+    wrong = accounting.epsilon(plan.noise_multiplier, 1e-6, 60 / 6_000, math.ceil(400 / plan.bands))
+    assert wrong < 0.7 * spent(plan)
+
+
+def test_the_chosen_bands_are_the_best_of_all(plan):
+    everything = [bandmf.plan(**SMALL, bands=b).rmse for b in range(1, 101, 3)]
+    assert plan.rmse <= min(everything) * 1.005
+
+
+def test_rmse_is_noise_multiplier_times_error_and_mean_rmse_divides_by_the_batch(plan):
+    assert plan.rmse == pytest.approx(plan.noise_multiplier * bandmf.rmse(plan.strategy), rel=1e-12)
+    assert plan.mean_rmse == plan.rmse / 60
+    assert plan.noise_scale == pytest.approx(plan.noise_multiplier * bandmf.sensitivity(plan.strategy))
+
+
+def test_noise_scale_counts_the_column_norm_once():
+    """Planted in a peer: multiplying by |theta| although the columns were normalised halves the noise."""
+    theta = np.array([0.4, 0.3])
+    for normalize in (True, False):
+        strategy = bandmf.strategies.BandedToeplitz(theta, 400, normalize)
+        p = bandmf.plan(**SMALL, strategy=strategy)
+        largest = np.linalg.norm(strategy.materialize(), axis=0).max()
+        assert p.noise_scale == pytest.approx(p.noise_multiplier * largest, rel=1e-12)
+
+
+def test_one_band_is_dp_sgd():
+    p = bandmf.plan(**SMALL, bands=1)
+    assert p.noise_multiplier == accounting.noise_multiplier(8.0, 1e-6, 60 / 6_000, 400)
+    np.testing.assert_array_equal(p.strategy.materialize(), np.eye(400))
+
+
+def test_bands_times_epochs_equal_to_steps_is_k_gaussian_releases():
+    p = bandmf.plan(**SMALL, bands=100)  # 4 epochs
+    assert (p.sampling_probability, p.rounds) == (1.0, 4)
+    assert p.noise_multiplier == pytest.approx(2 * accounting.noise_multiplier(8.0, 1e-6, 1.0, 1), rel=2e-4)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_rounds_and_probability_match_a_brute_force_sampler(data):
+    """Count, over all steps, how often each part has its turn, for numbers that do not divide each other."""
+    steps = data.draw(st.integers(1, 60))
+    examples = data.draw(st.integers(1, 200))
+    batch = data.draw(st.integers(1, examples))
+    bands = data.draw(st.integers(1, max(1, min(steps, examples // batch))))
+    p = bandmf.plan(
+        delta=1e-3, examples=examples, batch_size=batch, steps=steps, bands=bands, noise_multiplier=5.0
+    )
+    turns = np.zeros(bands, int)
+    for i in range(steps):
+        turns[i % bands] += 1
+    assert p.rounds == turns.max()
+    assert 0 < p.sampling_probability <= 1
+    assert p.sampling_probability * examples / bands == pytest.approx(batch)  # the expected batch
+    assert p.epochs == pytest.approx(steps * batch / examples)
+
+
+def test_no_two_turns_of_a_part_lie_closer_than_the_bands(plan):
+    """What amplification rests on: columns of C that are `bands` apart do not overlap."""
+    C = plan.strategy.materialize()
+    gram = C.T @ C
+    for part in range(plan.bands):
+        block = gram[part :: plan.bands, part :: plan.bands]
+        assert not np.any(block[~np.eye(len(block), dtype=bool)])
+
+
+@pytest.mark.parametrize(
+    ("parameters", "devices", "bands"), [(4_000_000, 1, 64), (128_000_000, 64, 128), (4_000_000, 64, 4096)]
+)
+def test_memory_examples_of_the_paper(parameters, devices, bands):
+    copies = parse_bytes("1GB") * devices / (4 * parameters)
+    assert copies == pytest.approx(bands, rel=0.05)
+
+
+def test_memory_limit_caps_the_bands_and_says_what_it_costs():
+    free = bandmf.plan(**SMALL, parameters=1_000_000)
+    p = bandmf.plan(**SMALL, parameters=1_000_000, memory="16MB")
+    assert p.bands <= 4 < free.bands
+    assert p.memory <= 16e6
+    assert p.best_without_memory_limit.bands == free.bands
+    assert "memory limit costs" in p.explain()
+
+
+def test_billion_parameters_and_256_bands_on_1024_machines_take_a_gigabyte_each():
+    p = bandmf.plan(
+        delta=1e-8,
+        examples=10**7,
+        batch_size=1_000,
+        steps=1_000,
+        bands=256,
+        noise_multiplier=1.0,
+        parameters=10**9,
+        devices=1024,
+    )
+    assert p.memory == pytest.approx(1e9)
+
+
+def test_fixed_noise_multiplier_reports_its_epsilon():
+    p = bandmf.plan(delta=1e-6, examples=6_000, batch_size=60, steps=400, bands=10, noise_multiplier=1.0)
+    assert p.epsilon == accounting.epsilon(1.0, 1e-6, 0.1, 40)
+
+
+def test_epochs_instead_of_steps():
+    p = bandmf.plan(epsilon=8, delta=1e-6, examples=6_000, batch_size=60, epochs=2, bands=4)
+    assert p.steps == 200
+
+
+def test_a_cap_on_the_batch_needs_more_noise():
+    free = bandmf.plan(**SMALL, bands=4)
+    capped = bandmf.plan(**SMALL, bands=4, max_batch_size=70)
+    assert capped.noise_multiplier > free.noise_multiplier
+    assert spent(capped) <= 8.0
+
+
+def test_workload_is_what_the_strategy_is_optimised_for():
+    momentum = workloads.momentum(400, 0.9)
+    tuned = bandmf.plan(**SMALL, bands=8, workload=momentum)
+    plain = bandmf.plan(**SMALL, bands=8)
+    assert tuned.rmse < plain.noise_multiplier * bandmf.rmse(plain.strategy, momentum)
+
+
+# --- without amplification ----------------------------------------------------------------------------
+
+
+def test_unamplified_plan_is_one_release_with_the_sensitivity_of_its_participation():
+    p = bandmf.plan(epsilon=2, delta=1e-6, batch_size=100, steps=200, participation=MinSeparation(4, 50))
+    assert p.bands == 50
+    assert p.sensitivity == pytest.approx(2.0)  # four disjoint unit columns, not four releases of two
+    assert p.noise_multiplier == accounting.noise_multiplier(2, 1e-6, 1.0, 1)
+    assert p.epsilon_for(MinSeparation(4, 50)) <= 2 + 1e-9
+    assert p.epsilon_for(MinSeparation(1, 200)) < 1.1
+    assert p.epsilon_for(MinSeparation(8, 25)) > 2
+
+
+def test_amplified_and_fixed_epoch_plans_agree_at_full_participation():
+    amplified = bandmf.plan(**SMALL, bands=100)
+    fixed = bandmf.plan(**SMALL, participation=FixedEpochs(4))
+    assert fixed.noise_scale == pytest.approx(amplified.noise_scale, rel=2e-4)
+
+
+# --- the object ---------------------------------------------------------------------------------------
+
+
+def test_plan_is_frozen_hashable_and_equal_to_its_copy_on_disk(plan, tmp_path):
+    with pytest.raises(AttributeError):
+        plan.bands = 2
+    copy = bandmf.Plan.load(plan.save(tmp_path / "plan.json"))
+    assert copy == plan
+    assert {copy, plan} == {plan}
+
+
+def test_a_large_strategy_lies_beside_the_plan_and_is_bound_to_it(tmp_path):
+    strategy = bandmf.optimize.banded(400, 4).strategy
+    path = bandmf.plan(**SMALL, strategy=strategy).save(tmp_path / "plan.json")
+    loaded = bandmf.Plan.load(path)
+    np.testing.assert_array_equal(loaded.strategy.columns(), strategy.columns())
+    other = strategy.columns().copy()
+    other[0, 1] += 1e-9
+    bandmf.strategies.save(bandmf.strategies.Banded(other), tmp_path / "plan.strategy.npz")
+    with pytest.raises(ValueError, match="not the strategy of this plan"):
+        bandmf.Plan.load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"epsilon": 4.0}, "digest does not match"),
+        ({"schema": 99}, "schema 99 is unknown"),
+    ],
+)
+def test_a_tampered_or_unknown_file_is_refused(plan, tmp_path, change, message):
+    path = plan.save(tmp_path / "plan.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ValueError, match=message):
+        bandmf.Plan.load(path)
+
+
+def test_a_consistent_lie_is_caught_by_the_accountant(plan, tmp_path):
+    """Planted: a file whose digest is right but whose epsilon is not."""
+    import dataclasses
+
+    liar = dataclasses.replace(plan, epsilon=4.0)
+    with pytest.raises(ValueError, match="the accountant finds"):
+        bandmf.Plan.load(liar.save(tmp_path / "plan.json"))
+
+
+def test_not_json_is_refused(tmp_path):
+    (tmp_path / "plan.json").write_text("hello")
+    with pytest.raises(ValueError, match="not JSON"):
+        bandmf.Plan.load(tmp_path / "plan.json")
+
+
+def test_explain_names_guarantee_sampling_and_prohibitions(plan):
+    text = plan.explain()
+    for word in ("epsilon=8", "delta=1e-06", "added or removed", f"{plan.bands} parts", "Do not change"):
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"epsilon": 0.0}, "epsilon=0.0"),
+        ({"epsilon": math.nan}, "epsilon=nan"),
+        ({"delta": 0.0}, "delta=0.0"),
+        ({"delta": 2.0}, "delta=2.0"),
+        ({"batch_size": 7_000}, "batch_size=7000.*larger than the data"),
+        ({"steps": 0}, "steps=0"),
+        ({"steps": 10**9}, "steps=1000000000.*between 1 and 100000000"),
+        ({"steps": 3.5}, "steps=3.5"),
+        ({"bands": 101}, "bands=101.*examples / batch_size = 100"),
+        ({"bands": 0}, "bands=0"),
+        ({"epochs": 2}, "steps, epochs: give exactly one"),
+        ({"noise_multiplier": 1.0}, "epsilon, noise_multiplier: give exactly one"),
+        ({"memory": "1MB"}, "memory: needs parameters"),
+        ({"memory": "1MB", "parameters": 10**9}, "two bands need 2"),
+        ({"memory": "lots", "parameters": 10}, "memory='lots'"),
+        ({"adjacency": "friends"}, "adjacency='friends'"),
+        ({"examples": None}, "examples=None"),
+        ({"max_batch_size": 10}, "max_batch_size=10"),
+    ],
+)
+def test_bad_input_gets_one_clear_sentence(change, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        bandmf.plan(**{**SMALL, **change})
+    assert "\n" not in str(caught.value)
