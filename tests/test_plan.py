@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 import bandmf
 from bandmf import accounting, workloads
 from bandmf.participation import FixedEpochs, MinSeparation
-from bandmf.planning.search import parse_bytes, spent
+from bandmf.planning.inputs import parse_bytes
+from bandmf.planning.setting import spent
+from bandmf.planning.sweep import sweep
 
 SMALL = {"epsilon": 8.0, "delta": 1e-6, "examples": 6_000, "batch_size": 60, "steps": 400}
 
@@ -145,8 +147,8 @@ def test_epochs_instead_of_steps():
 
 
 def test_a_cap_on_the_batch_needs_more_noise():
-    free = bandmf.plan(**SMALL, bands=4)
-    capped = bandmf.plan(**SMALL, bands=4, max_batch_size=70)
+    free = bandmf.plan(**SMALL, bands=7, adjacency="zero-out")  # 6000 examples in 7 parts: uneven
+    capped = bandmf.plan(**SMALL, bands=7, adjacency="zero-out", max_batch_size=70)
     assert capped.noise_multiplier > free.noise_multiplier
     assert spent(capped) <= 8.0
 
@@ -256,9 +258,32 @@ def test_explain_names_guarantee_sampling_and_prohibitions(plan):
         ({"adjacency": "friends"}, "adjacency='friends'"),
         ({"examples": None}, "examples=None"),
         ({"max_batch_size": 10}, "max_batch_size=10"),
+        ({"max_batch_size": 70, "bands": 4}, "use adjacency='zero-out'"),
     ],
 )
 def test_bad_input_gets_one_clear_sentence(change, message):
     with pytest.raises(ValueError, match=message) as caught:
         bandmf.plan(**{**SMALL, **change})
     assert "\n" not in str(caught.value)
+
+
+# --- many plans at once -------------------------------------------------------------------------------
+
+BUDGETS = [{**SMALL, "steps": 100, "bands": 4, "epsilon": float(epsilon)} for epsilon in (1, 2, 4)]
+
+
+def test_a_sweep_gives_the_same_plans_as_one_call_each():
+    assert sweep(BUDGETS, jobs=2) == [bandmf.plan(**budget) for budget in BUDGETS]
+
+
+def test_a_sweep_runs_on_a_dask_cluster():
+    distributed = pytest.importorskip("distributed")
+    import joblib
+
+    with (
+        distributed.LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=None) as cluster,
+        distributed.Client(cluster),
+        joblib.parallel_config("dask"),
+    ):
+        plans = sweep(BUDGETS)
+    assert plans == [bandmf.plan(**budget) for budget in BUDGETS]

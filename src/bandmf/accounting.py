@@ -67,7 +67,7 @@ def noise_multiplier(
       - `epsilon(sigma, ...) <= epsilon` for the very number returned, and above 1 - 1e-4 of it (beyond 1e5
         rounds, where the accountant's rounding errors show, above 1 less some 1e-3).
       - The accountant's grid is its default or a multiple, so that `PLDAccountant()` itself does not report
-        more. A finer one is used only where the default would overstate epsilon by more than about 1 percent:
+        more. A finer one is used only where the default would overstate epsilon by more than 1 to 3 percent:
         very many rounds, each with very little loss.
       - The accountant raises a spectrum to the power `rounds` in double precision, which blurs delta by up
         to rounds * 2^-52, in either direction; so much is taken off delta beforehand.
@@ -381,7 +381,7 @@ def _interval(setting: _Setting, losses: _Losses, tolerance: float = TIGHT) -> f
         if excessive - value <= tolerated / 2 * value:
             return interval if value <= MAX_EPSILON else None
         if finer <= DEFAULT_INTERVAL:
-            # Mostly the excess falls quadratically: the difference is then three times what remains.
+            # The excess falls linearly to quadratically: it is the difference, or a third of it.
             enough = finer == DEFAULT_INTERVAL and excessive - value <= 3 * LOOSE * value
             # Clipped rounding errors of the accountant's second differences grow as 1 / interval^2.
             blurred = rounds * 1e-17 * span / (finer / 2) ** 2 > LOOSE

@@ -14,7 +14,7 @@ from bandmf.cli import show
 from bandmf.participation import MinSeparation
 from bandmf.planning import Candidate, Plan
 from bandmf.planning import plan as make_plan
-from bandmf.planning.search import spent
+from bandmf.planning.setting import spent
 
 _EXAMPLE = (
     "Example: bandmf plan --epsilon 4 --delta 1e-8 --examples 1000000 --batch-size 500 --steps 16384 "

@@ -113,7 +113,7 @@ def _participation_from(contents: dict[str, Any] | None) -> participation.Partic
 def _account_again(fields: dict[str, Any], path: Path) -> None:
     """A digest proves that nothing changed by accident; this, that the numbers mean what they say."""
     from bandmf.planning.plans import Plan
-    from bandmf.planning.search import spent
+    from bandmf.planning.setting import spent
 
     plan = Plan(**fields)
     found = spent(plan)

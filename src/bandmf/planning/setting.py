@@ -1,0 +1,173 @@
+"""The setting of a plan: checked inputs, its privacy events, and every candidate weighed so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from bandmf import _check, accounting
+from bandmf.error import rmse
+from bandmf.optimize import banded_toeplitz
+from bandmf.participation import Participation
+from bandmf.planning.plans import BYTES_PER_NUMBER, Candidate, Plan, noise_memory, sampling_probability
+from bandmf.strategies import Strategy
+from bandmf.workloads import Workload
+
+_POLISHED_BANDS = 256  # beyond, normalising inside the optimisation is slow and changes nothing
+
+Progress = Callable[[Candidate], None]
+
+
+@dataclass
+class Setting:
+    """Checked inputs, and every candidate weighed so far."""
+
+    epsilon: float | None
+    delta: float
+    examples: int | None
+    batch_size: float
+    steps: int
+    parameters: int | None
+    memory: float | None
+    devices: int
+    workload: Workload
+    max_batch_size: int | None
+    adjacency: str
+    progress: Progress | None
+    weighed: dict[int, Candidate] = field(default_factory=dict)
+    best_without_limit: Candidate | None = None
+
+    @property
+    def most_bands(self) -> int:
+        """More bands than this would ask for batches larger than a part of the data."""
+        assert self.examples is not None
+        return max(1, min(self.steps, int(self.examples / self.batch_size)))
+
+    @property
+    def limit_name(self) -> str:
+        assert self.examples is not None
+        if self.most_bands == self.steps:
+            return f"steps={self.steps}"
+        return f"examples / batch_size = {self.most_bands}"
+
+    @property
+    def memory_bands(self) -> int:
+        """The most bands whose noise fits into memory."""
+        if self.memory is None or self.parameters is None:
+            return self.steps
+        return int(self.memory * self.devices / (BYTES_PER_NUMBER * self.parameters))
+
+    def sigma(self, bands: int) -> float:
+        assert self.epsilon is not None
+        return max(
+            accounting.noise_multiplier(self.epsilon, self.delta, **event) for event in self.events(bands)
+        )
+
+    def events(self, bands: int) -> list[dict[str, Any]]:
+        assert self.examples is not None
+        return privacy_events(
+            self.steps, bands, self.batch_size, self.examples, self.adjacency, self.max_batch_size
+        )
+
+    def weigh(self, bands: int, sigma: float | None = None) -> Candidate:
+        """The noise multiplier and error of this many bands."""
+        if bands not in self.weighed:
+            error = banded_toeplitz(self.steps, bands, self.workload, normalize_columns="after").rmse
+            sigma = self.sigma(bands) if sigma is None else sigma
+            self.note(Candidate(bands, sigma, sigma * error, self.memory_of(bands)))
+        return self.weighed[bands]
+
+    def weigh_strategy(self, strategy: Strategy, sigma: float | None) -> Candidate:
+        sigma = self.sigma(strategy.bands) if sigma is None else sigma
+        error = rmse(strategy, self.workload)
+        return self.note(Candidate(strategy.bands, sigma, sigma * error, self.memory_of(strategy.bands)))
+
+    def note(self, candidate: Candidate) -> Candidate:
+        self.weighed[candidate.bands] = candidate
+        if self.progress is not None:
+            self.progress(candidate)
+        return candidate
+
+    def memory_of(self, bands: int) -> float | None:
+        return noise_memory(bands, self.parameters, self.devices)
+
+    def require_fit(self, strategy: Strategy) -> None:
+        if strategy.steps != self.steps:
+            raise _check.fail("strategy", strategy, f"must have steps={self.steps}")
+        if self.examples is not None:
+            _check.whole("strategy.bands", strategy.bands, 1, self.most_bands, self.limit_name)
+
+    def finish(self, chosen: Candidate, strategy: Strategy | None, sigma: float | None) -> Plan:
+        """The plan for the candidate that was chosen."""
+        if strategy is None:
+            mode = "optimized" if chosen.bands <= _POLISHED_BANDS else "after"
+            strategy = banded_toeplitz(
+                self.steps, chosen.bands, self.workload, normalize_columns=mode
+            ).strategy
+        epsilon = self.epsilon
+        if epsilon is None:
+            events = self.events(chosen.bands)
+            epsilon = max(
+                accounting.epsilon(chosen.noise_multiplier, self.delta, **event) for event in events
+            )
+        return self.plan(strategy, chosen.noise_multiplier, epsilon, None)
+
+    def plan(
+        self, strategy: Strategy, sigma: float, epsilon: float, participation: Participation | None
+    ) -> Plan:
+        return Plan(
+            steps=self.steps,
+            batch_size=self.batch_size,
+            examples=self.examples,
+            epsilon=epsilon,
+            delta=self.delta,
+            adjacency=self.adjacency,
+            bands=strategy.bands,
+            strategy=strategy,
+            noise_multiplier=sigma,
+            error=rmse(strategy, self.workload, participation),
+            participation=participation,
+            max_batch_size=self.max_batch_size,
+            workload=self.workload.name,
+            parameters=self.parameters,
+            devices=self.devices,
+            candidates=tuple(self.weighed[bands] for bands in sorted(self.weighed)),
+            best_without_memory_limit=self.best_without_limit,
+        )
+
+
+def privacy_events(
+    steps: int, bands: int, batch_size: float, examples: int, adjacency: str, max_batch_size: int | None
+) -> list[dict[str, Any]]:
+    """What the accountant must know of cyclic Poisson sampling with this many bands; the worst case counts.
+
+    There is more than one case only with a cap on the batch, whose cost depends on the size of the parts.
+    """
+    event: dict[str, Any] = {
+        "sampling_probability": sampling_probability(bands, batch_size, examples),
+        "rounds": -(-steps // bands),
+        "adjacency": adjacency,
+    }
+    if max_batch_size is None:
+        return [event]
+    if bands > 1 and adjacency == "add-remove":
+        raise _check.fail(
+            "max_batch_size",
+            max_batch_size,
+            "with several bands, needs parts of known size, which adjacency='add-remove' does not have",
+            "use adjacency='zero-out', or bands=1",
+        )
+    sizes = {examples // bands, -(-examples // bands)}
+    return [{**event, "max_batch_size": max_batch_size, "examples": size} for size in sorted(sizes)]
+
+
+def spent(plan: Plan) -> float:
+    """The epsilon of a plan, by the accountant, from its primary quantities alone."""
+    if plan.participation is not None:
+        return accounting.epsilon(plan.noise_multiplier, plan.delta, 1.0, 1, adjacency=plan.adjacency)
+    assert plan.examples is not None
+    events = privacy_events(
+        plan.steps, plan.bands, plan.batch_size, plan.examples, plan.adjacency, plan.max_batch_size
+    )
+    return max(accounting.epsilon(plan.noise_multiplier, plan.delta, **event) for event in events)

@@ -1,0 +1,41 @@
+"""Shared set-up: repeatable property tests, and the reference values that lie beside the repository."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+SHARED = Path(__file__).parents[2] / "shared"
+
+settings.register_profile(
+    "bandmf",
+    deadline=None,
+    derandomize=True,
+    max_examples=40,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("bandmf")
+
+
+@pytest.fixture(scope="session")
+def reference():
+    """../shared/reference/values.json as a dictionary; keys such as "64,4" become (64, 4)."""
+    if not SHARED.is_dir():
+        pytest.skip(f"the reference values are not here: {SHARED} does not exist")
+    values = json.loads((SHARED / "reference" / "values.json").read_text())
+    return {name: _by_size(table) for name, table in values.items() if isinstance(table, dict)}
+
+
+def _by_size(table):
+    """{"64,4": x} as {(64, 4): x} and {"64": x} as {64: x}; other keys as they are, notes left out."""
+
+    def key(text):
+        parts = text.split(",")
+        if not all(part.isdigit() for part in parts):
+            return text
+        return int(text) if len(parts) == 1 else tuple(map(int, parts))
+
+    return {key(text): value for text, value in table.items() if text != "_note"}
