@@ -64,3 +64,34 @@ def bands(curve: list[tuple[int, float]], chosen: int, title: str) -> Figure:
     axis.margins(y=0.15)
     axis.legend(frameon=False)
     return figure
+
+
+def mechanisms(epsilons: tuple[float, ...], curves: dict[str, list[float]], title: str) -> Figure:
+    """RMSE of every mechanism over the best one's, against epsilon."""
+    figure, (axis,) = panels(1, width=7.5, height=4.6)
+    styles = ("-", "--", ":")
+    by_last = sorted(curves.items(), key=lambda item: -item[1][-1])
+    for place, (name, ratios) in enumerate(by_last):
+        style = styles[place // len(COLOURS) % len(styles)]
+        axis.loglog(epsilons, ratios, style, marker="o", markersize=3.5, label=name)
+    axis.set_xticks(epsilons, [f"{epsilon:g}" for epsilon in epsilons])
+    axis.set_xticks([], minor=True)
+    axis.set(xlabel="epsilon", ylabel="RMSE over the best mechanism's", title=title)
+    axis.legend(frameon=False, fontsize=8, bbox_to_anchor=(1.01, 1), loc="upper left")
+    return figure
+
+
+def best_bands(epochs: list[int], epsilons: list[float], bands: list[list[int]], title: str) -> Figure:
+    """The map of best bands over epochs (columns) and epsilon (rows)."""
+    figure, (axis,) = panels(1, width=6.4, height=4.2)
+    axis.grid(visible=False)
+    axis.imshow(np.log2(bands), aspect="auto", cmap="viridis", origin="lower")
+    light = np.log2(bands) < 0.6 * np.log2(np.max(bands))
+    for row, values in enumerate(bands):
+        for column, value in enumerate(values):
+            ink = "white" if light[row, column] else "black"
+            axis.text(column, row, str(value), ha="center", va="center", color=ink, fontsize=9)
+    axis.set_xticks(range(len(epochs)), [str(k) for k in epochs])
+    axis.set_yticks(range(len(epsilons)), [f"{epsilon:g}" for epsilon in epsilons])
+    axis.set(xlabel="epochs", ylabel="epsilon", title=title)
+    return figure

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from bandmf.cli import optimize, plan
+from bandmf.cli import compare, optimize, plan
 
 app = typer.Typer(
     help="Train machine-learning models with differential privacy at the lowest noise.",
@@ -16,6 +16,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("plan")(plan.plan)
+app.command("compare")(compare.compare_command)
 app.command("optimize")(optimize.optimize)
 
 
