@@ -95,3 +95,16 @@ def best_bands(epochs: list[int], epsilons: list[float], bands: list[list[int]],
     axis.set_yticks(range(len(epsilons)), [f"{epsilon:g}" for epsilon in epsilons])
     axis.set(xlabel="epochs", ylabel="epsilon", title=title)
     return figure
+
+
+def accuracy(curves: dict[str, list[tuple[tuple[int, ...], tuple[float, ...]]]], title: str) -> Figure:
+    """Test accuracy against step, by mechanism: the mean of all runs, and each run faintly."""
+    figure, (axis,) = panels(1, width=6.2, height=4.0)
+    for colour, (name, runs) in zip(COLOURS, curves.items(), strict=False):
+        for steps, values in runs:
+            axis.plot(steps, values, color=colour, alpha=0.25, linewidth=1)
+        mean = np.mean([values for _, values in runs], axis=0)
+        axis.plot(runs[0][0], mean, color=colour, marker="o", markersize=4, label=f"{name}: {mean[-1]:.1%}")
+    axis.set(xlabel="step", ylabel="test accuracy", title=title)
+    axis.legend(frameon=False, loc="lower right")
+    return figure

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from bandmf.cli import compare, optimize, plan
+from bandmf.cli import compare, optimize, plan, train
 
 app = typer.Typer(
     help="Train machine-learning models with differential privacy at the lowest noise.",
@@ -17,6 +17,7 @@ app = typer.Typer(
 )
 app.command("plan")(plan.plan)
 app.command("compare")(compare.compare_command)
+app.command("train")(train.train)
 app.command("optimize")(optimize.optimize)
 
 

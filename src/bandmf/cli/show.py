@@ -13,7 +13,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 console = Console()
-_messages = Console(stderr=True)  # progress never mixes with results
+messages = Console(stderr=True)  # progress never mixes with results
 
 
 def print_json(result: dict[str, Any]) -> None:
@@ -48,5 +48,5 @@ class Status:
 def status(text: str) -> Iterator[Status]:
     """A spinner with the time elapsed, for as long as the block runs."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=_messages, transient=True) as progress:
+    with Progress(*columns, console=messages, transient=True) as progress:
         yield Status(progress, progress.add_task(text, total=None))

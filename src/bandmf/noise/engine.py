@@ -44,7 +44,7 @@ class State:
     history: dict[str, Float32]
     prepared: dict[str, Float32]
     step: int = 0
-    base: int | None = None  # the step that `prepared` was computed for
+    refreshed: int = -1  # `prepared` holds all that was made before this step
     dtypes: dict[str, Any] = field(default_factory=dict)
 
 
@@ -69,11 +69,12 @@ class NumpyEngine:
         self.schedule = Schedule(strategy, lookahead)
         self.key = Key() if key is None else key
         self.rounds = rounds
+        self._identity = checks.Identity.of(self.schedule, self.key, rounds, {})
         self._source = Source(self.key.derive("noise").secret, rounds)
 
     def init(self, shapes: Mapping[str, Any]) -> State:
         """The state before the first step, for tensors of these (global) shapes."""
-        identity = checks.Identity.of(self.schedule, self.key, self.rounds, shapes)
+        identity = self._identity.with_shapes(shapes)
         history, prepared = {}, {}
         for name, shape in identity.shapes:
             size = int(np.prod(shape))
@@ -89,9 +90,8 @@ class NumpyEngine:
         """Add `scale` times the noise of the next step to the gradients, in place; returns the state."""
         self._check(state, gradients)
         scale = _check.real("scale", scale, 0)
-        step = self.schedule.step(state.step)
-        if step.prepared is not None and state.base != self.schedule.base(state.step):
-            self._prepare(state)
+        self._prepare(state)
+        step = self.schedule.step(state.step, state.refreshed)
         for name, tensor in state.identity.tensors.items():
             gradient = gradients[name]
             flat = gradient.reshape(-1)  # a copy where the gradient is not contiguous
@@ -99,19 +99,24 @@ class NumpyEngine:
             if not np.shares_memory(flat, gradient):
                 gradient[...] = flat.reshape(gradient.shape)
             state.dtypes[name] = gradient.dtype
+        if step.forward:
+            state.refreshed = state.step
         state.step += 1
         return state
 
     def _prepare(self, state: State) -> None:
+        """The look-ahead pass, if the step that comes needs a new one."""
         base = self.schedule.base(state.step)
+        if self.schedule.lookahead == 1 or state.refreshed >= base:
+            return
         matrix = self.schedule.pass_matrix(base)
-        for name, history in state.history.items():
-            np.matmul(matrix, history, out=state.prepared[name])
-        state.base = base
+        for name, prepared in state.prepared.items():
+            np.matmul(matrix, state.history[name][: matrix.shape[1]], out=prepared)
+        state.refreshed = base
 
     def _check(self, state: State, gradients: Mapping[str, Any]) -> None:
         shapes = dict(state.identity.shapes)
-        self._expect(state.identity)
+        self._identity.expect(state.identity)
         checks.check_step(state.step, self.schedule.steps)
         checks.check_names(shapes, gradients)
         for name, shape in shapes.items():
@@ -125,18 +130,14 @@ class NumpyEngine:
             if not finite(gradients[name]):
                 raise checks.not_finite(name)
 
-    def _expect(self, identity: checks.Identity) -> None:
-        mine = checks.Identity.of(self.schedule, self.key, self.rounds, dict(identity.shapes))
-        mine.expect(identity)
-
     def state_dict(self, state: State) -> dict[str, Any]:
         """What a restart needs: arrays and plain values. The key is not in it, only its fingerprint."""
         history = {name: vectors.copy() for name, vectors in state.history.items()}
-        return {"step": state.step, "identity": checks.to_dict(state.identity), "history": history}
+        return {"step": state.step, "identity": state.identity.dumps(), "history": history}
 
     def load_state_dict(self, state: State, saved: Mapping[str, Any]) -> State:
         """`state` (fresh from init) brought to where `saved` was; prepared sums are computed again."""
-        state.identity.expect(checks.from_dict(saved["identity"]))
+        state.identity.expect(checks.Identity.loads(saved["identity"]), shapes=True)
         step = _check.whole("saved['step']", saved["step"], 0, self.schedule.steps, "steps")
         for name, vectors in state.history.items():
             if saved["history"][name].shape != vectors.shape:
@@ -145,7 +146,7 @@ class NumpyEngine:
                 )
         for name, vectors in state.history.items():
             vectors[...] = saved["history"][name]
-        state.step, state.base = step, None
+        state.step, state.refreshed = step, -1
         return state
 
 
@@ -167,8 +168,12 @@ def advance(
             y += np.float32(weight) * history[slot, here]
         if step.prepared is not None:
             y += prepared[step.prepared, here]
+            for k, weights in enumerate(step.forward, start=1):
+                for (slot, _), weight in zip(step.reads, weights, strict=True):
+                    prepared[step.prepared + k, here] += np.float32(weight) * history[slot, here]
         if step.store is not None:
             history[step.store, here] = y
         for slot, decay in enumerate(step.decays):
             history[slot, here] = np.float32(decay) * history[slot, here] + y
-        gradient[here] += (np.float32(scale) * y).astype(gradient.dtype)
+        gradient[here] = gradient[here] + np.float32(scale) * y  # in float32 or better, rounded once
+

@@ -12,13 +12,17 @@ T steps one pass over the history computes what all of it contributes to each of
 
 and within those steps only the vectors made since `base` are read. It is Algorithm 1 with its sum regrouped:
 about b/T + T/2 vectors are read per step instead of b, least near T = sqrt(2 b).
+
+A second, inner level (`inner` < T) saves most of the T/2: every `inner` steps, while a step has all vectors
+made since `base` at hand for its own sum, it also adds their share to the sums prepared for the next
+inner - 1 steps (`forward`); those then read only what was made since.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -39,17 +43,18 @@ class Step:
     prepared: int | None = None  # row of the prepared sums to add
     store: int | None = None  # slot that y goes to
     decays: tuple[float, ...] = ()  # of the buffers
+    forward: tuple[tuple[float, ...], ...] = ()  # weights of the same reads in the next prepared rows
 
 
 def best_lookahead(bands: int) -> int:
     """T near sqrt(2 bands), at most 16; 1 (none) where a pass would save nothing."""
-    if bands < 6:
+    if bands < 12:
         return 1
     return min(MAX_LOOKAHEAD, round(math.sqrt(2 * bands)))
 
 
 class Schedule:
-    """The steps of a strategy, with look-ahead `lookahead` (chosen if None, 1 for none).
+    """The steps of a strategy, with look-ahead `lookahead` (chosen if None, 1 for none) and `inner` level.
 
     >>> from bandmf.strategies import BandedToeplitz
     >>> schedule = Schedule(BandedToeplitz([1.0, 0.5], 8, normalize_columns=False))
@@ -57,12 +62,13 @@ class Schedule:
     (1, Step(draws=((3, 1.0),), reads=((0, -0.5),), prepared=None, store=0, decays=()))
     """
 
-    def __init__(self, strategy: Strategy, lookahead: int | None = None) -> None:
+    def __init__(self, strategy: Strategy, lookahead: int | None = None, inner: int | None = None) -> None:
         self.strategy = strategy
         self.steps = strategy.steps
         self.recurrence = strategy.recurrence
         self.slots = self._slots()
         self.lookahead = self._lookahead(lookahead)
+        self.inner = min(inner or self.lookahead, self.lookahead)
 
     def _slots(self) -> int:
         match self.recurrence:
@@ -87,11 +93,27 @@ class Schedule:
         """The step at whose start the sums that step i uses were prepared."""
         return i - i % self.lookahead
 
-    def step(self, i: int) -> Step:
-        """The linear form of step i."""
+    def pass_matrix(self, base: int) -> Float32:
+        """prepared = pass_matrix @ history[:columns], before step `base` (or later, for the steps still to come).
+
+        By then the steps base, base + 1, ... may have replaced the oldest vectors; their weights in later rows
+        are zero, so those rows come out the same, bit for bit.
+        """
+        assert isinstance(self.recurrence, OutputRecurrence)
+        count = min(base, self.slots)
+        sources = np.arange(base - count, base)
+        matrix = np.zeros((self.lookahead, count), np.float32)
+        for i in range(base, min(base + self.lookahead, self.steps)):
+            row, r = self.recurrence.row(i), i - sources
+            near = r <= self.slots
+            matrix[i - base, sources[near] % self.slots] = -row[r[near]] / row[0]
+        return matrix
+
+    def step(self, i: int, refreshed: int = -1) -> Step:
+        """The linear form of step i, if the prepared sums hold all that was made before step `refreshed`."""
         match self.recurrence:
-            case OutputRecurrence(row=row):
-                return self._output(i, row(i))
+            case OutputRecurrence():
+                return self._ahead(i, refreshed) if self.lookahead > 1 else self._output(i, min(i, self.slots))
             case InputRecurrence(row=row):
                 weights = row(i)[: i + 1]
                 return Step(tuple((i - r, float(w)) for r, w in enumerate(weights)), ())
@@ -99,27 +121,34 @@ class Schedule:
                 reads = tuple((k, -float(scale)) for k, scale in enumerate(scales))
                 return Step(((i, 1.0),), reads, decays=tuple(float(decay) for decay in decays))
 
-    def _output(self, i: int, row: np.ndarray) -> Step:
-        ahead = self.lookahead > 1
-        reach = i - self.base(i) if ahead else min(i, self.slots)
-        reads = tuple(((i - r) % self.slots, -float(row[r] / row[0])) for r in range(1, reach + 1))
-        return Step(
-            draws=((i, float(1 / row[0])),),
-            reads=reads,
-            prepared=i - self.base(i) if ahead else None,
-            store=i % self.slots if self.slots else None,
-        )
+    def _output(self, i: int, reach: int) -> Step:
+        """Step i, reading the last `reach` vectors."""
+        row = self._scaled_row(i)
+        reads = tuple(((i - r) % self.slots, -float(row[r])) for r in range(1, reach + 1))
+        feed = float(1 / self.recurrence.row(i)[0])  # type: ignore[union-attr]
+        return Step(((i, feed),), reads, store=i % self.slots if self.slots else None)
 
-    def pass_matrix(self, base: int) -> Float32:
-        """The (lookahead, slots) matrix that turns the history at step `base` into the prepared sums."""
-        assert isinstance(self.recurrence, OutputRecurrence)
-        matrix = np.zeros((self.lookahead, self.slots), np.float32)
-        for t in range(min(self.lookahead, self.steps - base)):
-            i = base + t
-            row = self.recurrence.row(i)
-            r = np.arange(t + 1, min(i, self.slots) + 1)
-            matrix[t, (i - r) % self.slots] = -row[r] / row[0]
-        return matrix
+    def _ahead(self, i: int, refreshed: int) -> Step:
+        base = self.base(i)
+        begin = i - (i - base) % self.inner  # of the inner block
+        if i == begin > base:
+            step = self._output(i, i - base)
+            later = range(i + 1, min(begin + self.inner, base + self.lookahead, self.steps))
+            forward = tuple(self._forward(i, k - i, i - base) for k in later)
+        else:
+            step = self._output(i, i - (begin if refreshed == begin else base))
+            forward = ()
+        return replace(step, prepared=i - base, forward=forward)
+
+    def _forward(self, i: int, ahead: int, reach: int) -> tuple[float, ...]:
+        """What step i + ahead takes of the last `reach` vectors before step i."""
+        row = self._scaled_row(i + ahead)
+        near = [float(row[r + ahead]) if r + ahead <= self.slots else 0.0 for r in range(1, reach + 1)]
+        return tuple(-weight for weight in near)
+
+    def _scaled_row(self, i: int) -> np.ndarray:
+        row = self.recurrence.row(i)  # type: ignore[union-attr]
+        return row / row[0]
 
     @property
     def vectors(self) -> int:

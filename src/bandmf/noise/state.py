@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bandmf import _check
@@ -27,16 +28,22 @@ class Identity:
 
     @staticmethod
     def of(schedule: Schedule, key: Key, rounds: int, shapes: Mapping[str, Any]) -> Identity:
+        """The identity of what `schedule` and `key` make for tensors of these shapes."""
+        bare = Identity(normals.VERSION, rounds, schedule.digest, key.fingerprint, ())
+        return bare.with_shapes(shapes)
+
+    def with_shapes(self, shapes: Mapping[str, Any]) -> Identity:
+        """The same for other tensors; names are kept in sorted order, the order of their ids."""
         ordered = tuple((name, global_shape(name, shapes[name])) for name in sorted(shapes))
-        return Identity(normals.VERSION, rounds, schedule.digest, key.fingerprint, ordered)
+        return replace(self, shapes=ordered)
 
     @property
     def tensors(self) -> dict[str, int]:
         """Tensor ids: the rank of each name in sorted order."""
         return {name: rank for rank, (name, _) in enumerate(self.shapes)}
 
-    def expect(self, other: Identity) -> None:
-        """Fail, naming the first difference, unless `other` is the same."""
+    def expect(self, other: Identity, shapes: bool = False) -> None:
+        """Fail, naming the first difference, unless `other` is the same (shapes on request)."""
         remedies = {
             "specification": "the noise changed between versions; finish the run with the version that began it",
             "rounds": "make the engine with the rounds the run began with",
@@ -46,8 +53,19 @@ class Identity:
         }
         for name, remedy in remedies.items():
             mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
+            if mine != theirs and (shapes or name != "shapes"):
                 raise _check.fail(f"state's {name}", theirs, f"must be {mine!r}", remedy)
+
+    def dumps(self) -> str:
+        """One line of text, for checkpoints of every framework."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def loads(text: str) -> Identity:
+        """The identity that `dumps` wrote."""
+        plain = json.loads(text)
+        plain["shapes"] = tuple((name, tuple(shape)) for name, shape in plain["shapes"])
+        return Identity(**plain)
 
 
 def global_shape(name: str, shape: Any) -> Shape:
@@ -109,16 +127,3 @@ def not_finite(name: str) -> ValueError:
         f"gradients[{name!r}]: every entry must be finite; nothing was added and the state is unchanged: "
         "clip before adding noise, and look for an overflow in the loss"
     )
-
-
-def to_dict(identity: Identity) -> dict[str, Any]:
-    """An identity as plain values, for a checkpoint."""
-    plain = asdict(identity)
-    plain["shapes"] = {name: list(shape) for name, shape in identity.shapes}
-    return plain
-
-
-def from_dict(plain: Mapping[str, Any]) -> Identity:
-    """The identity that `to_dict` wrote."""
-    shapes = tuple((name, tuple(shape)) for name, shape in sorted(plain["shapes"].items()))
-    return Identity(**{**plain, "shapes": shapes})

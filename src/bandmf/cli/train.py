@@ -1,0 +1,157 @@
+"""`bandmf train`: DP-SGD and BandMF side by side on real images, at the same privacy budget."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import numpy as np
+import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from bandmf import accounting, datasets, plots
+from bandmf.cli import show
+from bandmf.planning import Plan
+from bandmf.planning import plan as make_plan
+from bandmf.planning.setting import privacy_events
+
+if TYPE_CHECKING:
+    from bandmf.torch.demo import History
+
+_EXAMPLE = "Example: bandmf train --epsilon 8 --epochs 4 --plot train.png"
+_RATES = (0.0625, 0.125, 0.25, 0.5)
+# What the demo does with the data it can have: a setting in which it takes a minute or two on two cores.
+_DEFAULTS = {"digits": (16.0, 2.0, 5, 1e-4), "Fashion-MNIST": (256.0, 1.0, 1, 1e-5)}
+
+
+def train(
+    data: Annotated[Path | None, typer.Option(help="Folder with the Fashion-MNIST files.")] = None,
+    dataset: Annotated[str, typer.Option(help="auto, fashion-mnist or digits.")] = "auto",
+    epsilon: Annotated[float, typer.Option(help="Privacy budget: epsilon.")] = 8.0,
+    delta: Annotated[float | None, typer.Option(help="Privacy budget: delta.")] = None,
+    batch_size: Annotated[float | None, typer.Option(help="Expected batch size.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Passes over the data.")] = None,
+    clip_norm: Annotated[float, typer.Option(help="Clip norm of each example's gradient.")] = 1.0,
+    seeds: Annotated[int | None, typer.Option(help="Runs with different first weights.")] = None,
+    learning_rates: Annotated[
+        str, typer.Option(help="Tried for both mechanisms alike; the best of each counts.")
+    ] = ",".join(map(str, _RATES)),
+    plot: Annotated[Path | None, typer.Option(help="Draw accuracy against step.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    try:
+        import bandmf.torch.demo
+    except ImportError as error:
+        raise ValueError(
+            f"training needs PyTorch and Opacus ({error}); pip install 'bandmf[torch]'"
+        ) from None
+    with show.status("loading images"):
+        images = datasets.load(dataset, data)
+    usual_batch, usual_epochs, usual_seeds, usual_delta = _DEFAULTS[images.name]
+    setting = {
+        "epsilon": epsilon,
+        "delta": usual_delta if delta is None else delta,
+        "examples": len(images.train),
+        "batch_size": usual_batch if batch_size is None else batch_size,
+        "epochs": usual_epochs if epochs is None else epochs,
+    }
+    rates = [float(rate) for rate in learning_rates.split(",")]
+    with show.status("planning"):
+        plans = {"DP-SGD": make_plan(**setting, bands=1), "BandMF": make_plan(**setting)}
+    results = {}
+    for name, plan in plans.items():
+        results[name] = _grid(images, plan, name, rates, usual_seeds if seeds is None else seeds, clip_norm)
+    best = {name: max(runs, key=lambda rate: _mean(runs[rate])) for name, runs in results.items()}
+    if plot is not None:
+        curves = {name: [(h.steps, h.accuracies) for h in results[name][best[name]]] for name in results}
+        title = f"{images.name}, epsilon={epsilon:g}, delta={setting['delta']:g}"
+        plots.save(plots.accuracy(curves, title), plot)
+    _report(plans, results, best, images.name, json)
+
+
+train.__doc__ = f"Train DP-SGD and BandMF on real images at the same privacy budget.\n\n{_EXAMPLE}"
+
+
+def _grid(
+    images: datasets.Images, plan: Plan, name: str, rates: list[float], seeds: int, clip_norm: float
+) -> dict[float, list[History]]:
+    """Every learning rate with every seed."""
+    from bandmf.torch import demo
+
+    spent = Spent(plan)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    results: dict[float, list[History]] = {rate: [] for rate in rates}
+    with Progress(*columns, console=show.messages, transient=True) as progress:
+        task = progress.add_task(name, total=len(rates) * seeds * plan.steps)
+        for rate in rates:
+            for seed in range(seeds):
+                began = time.monotonic()
+
+                def listen(step: int, loss: float, accuracy: float | None, began: float = began) -> None:
+                    speed = step / (time.monotonic() - began)
+                    text = f"{name} step {step} loss {loss:.3f} epsilon {spent.at(step)} {speed:.0f} steps/s"
+                    progress.update(task, advance=1, description=text)
+
+                results[rate].append(demo.train(images, plan, rate, seed, clip_norm=clip_norm, listen=listen))
+    return results
+
+
+class Spent:
+    """The epsilon spent after so many steps, at ten points of the run, as text."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.known = plan, dict[int, str]()
+
+    def at(self, step: int) -> str:
+        """Up to the end of the tenth of the run that the step lies in."""
+        plan = self.plan
+        mark = min(plan.steps, -(-step * 10 // plan.steps) * plan.steps // 10)
+        if mark not in self.known:
+            assert plan.examples is not None
+            event = privacy_events(mark, plan.bands, plan.batch_size, plan.examples, plan.adjacency, None)[0]
+            value = accounting.epsilon(plan.noise_multiplier, plan.delta, **event)
+            self.known[mark] = f"{value:.2f}"
+        return self.known[mark]
+
+
+def _mean(runs: list[History]) -> float:
+    return float(np.mean([run.final for run in runs]))
+
+
+def _report(
+    plans: dict[str, Plan],
+    results: dict[str, dict[float, list[History]]],
+    best: dict[str, float],
+    data: str,
+    as_json: bool,
+) -> None:
+    rows = []
+    for name, plan in plans.items():
+        finals = [run.final for run in results[name][best[name]]]
+        rows.append(
+            {
+                "mechanism": name,
+                "bands": plan.bands,
+                "sigma": round(plan.noise_multiplier, 4),
+                "RMSE": round(plan.mean_rmse, 4),
+                "rate": best[name],
+                "accuracy": round(_mean(results[name][best[name]]), 4),
+                "lowest": round(min(finals), 4),
+                "highest": round(max(finals), 4),
+            }
+        )
+    if as_json:
+        show.print_json({"data": data, "runs": rows})
+        return
+    plan = plans["BandMF"]
+    title = (
+        f"{data}: {plan.steps} steps of {plan.batch_size:g}, epsilon={plan.epsilon:g}, delta={plan.delta:g}"
+    )
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2))
+    for column in rows[0]:
+        table.add_column(column, justify="left" if column == "mechanism" else "right")
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    show.console.print(table)

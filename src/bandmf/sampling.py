@@ -1,0 +1,292 @@
+"""Batch streams that carry their own privacy event.
+
+A sampler maps a step to the indices of its batch. It has no state: batch i is a pure function of the key, the
+plan and i, so a restart replays nothing, and every rank can compute it. It costs O(batch), not O(data).
+
+Cyclic Poisson sampling (Algorithm 2 of the paper): the N examples are divided into b parts; at step i the part
+i mod b has its turn, and each of its examples enters the batch independently with probability q = b B / N.
+
+Guarantees:
+- the events of a sampler are those of its plan, and the number of examples is the plan's;
+- under add-remove adjacency parts are independent and uniform for each example, as if each were assigned on
+  its own; under zero-out and replace adjacency they are equal in size, up to one;
+- batches of different steps are independent; a batch cut to `max_batch_size` is a uniform choice from it;
+- all randomness comes from ChaCha20 with the keys derived for "partition" and "sampling", except that the part
+  sizes are drawn by NumPy's Philox generator, seeded with 128 bits of that stream.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from bandmf import _check
+from bandmf.noise.chacha import Keystream
+from bandmf.noise.key import Key
+from bandmf.participation import FixedEpochs, MinSeparation, Single
+from bandmf.planning.plans import Plan
+
+Indices = npt.NDArray[np.int64]
+
+
+class Sampler(Protocol):
+    """What CyclicPoisson and FixedOrder have in common."""
+
+    examples: int
+    steps: int
+
+    def batch(self, step: int) -> Indices: ...
+    @property
+    def identity(self) -> dict[str, Any]: ...
+
+
+def sampler(plan: Plan, key: Key, examples: int | None = None) -> Sampler:
+    """The sampler of a plan, for a data set with this many examples (by default the plan's own number).
+
+    >>> import bandmf
+    >>> plan = bandmf.plan(epsilon=8, delta=1e-6, examples=1000, batch_size=50, steps=40, bands=4)
+    >>> batches = sampler(plan, Key(bytes(32)))
+    >>> np.array_equal(batches.batch(7), batches.batch(7))
+    True
+    """
+    if plan.examples is None:
+        plan_examples = _check.whole("examples", examples, remedy="this plan does not say how many there are")
+    else:
+        plan_examples = plan.examples
+    if examples is not None and examples != plan_examples:
+        raise _check.fail(
+            "len(dataset)",
+            examples,
+            f"must be the plan's examples={plan_examples}",
+            "make a plan for this data",
+        )
+    return CyclicPoisson(plan, key) if plan.amplified else FixedOrder(plan, key, plan_examples)
+
+
+class CyclicPoisson:
+    """Cyclic Poisson sampling: the part `step mod bands`, each of its examples with the plan's probability."""
+
+    def __init__(self, plan: Plan, key: Key) -> None:
+        assert plan.examples is not None
+        self.examples, self.steps, self.parts = plan.examples, plan.steps, plan.bands
+        self.probability = plan.sampling_probability
+        self.max_batch_size, self.adjacency = plan.max_batch_size, plan.adjacency
+        self._key = key.derive("sampling")
+        partition = key.derive("partition")
+        self._bounds = self._draw_bounds(partition)
+        self._identity = _describe(self, partition, probability=self.probability, adjacency=self.adjacency)
+        self._arrange = Permutation(partition, self.examples) if self.parts > 1 else None
+
+    def _draw_bounds(self, key: Key) -> Indices:
+        """Where each part begins in the permuted data: independent uniform assignments have multinomial sizes."""
+        if self.adjacency != "add-remove" or self.parts == 1:
+            return _even_bounds(self.examples, self.parts)
+        seed = int.from_bytes(Stream(key, _SIZES).words(2).tobytes(), "little")
+        generator = np.random.Generator(np.random.Philox(key=seed))
+        sizes = generator.multinomial(self.examples, np.full(self.parts, 1 / self.parts))
+        return np.concatenate([[0], np.cumsum(sizes)])
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """What `bandmf.accounting` must be told of these batches; where parts differ in size, the worst counts."""
+        event: dict[str, Any] = {
+            "sampling_probability": self.probability,
+            "rounds": -(-self.steps // self.parts),
+            "adjacency": self.adjacency,
+        }
+        if self.max_batch_size is None:
+            return [event]
+        sizes = np.unique(np.diff(self._bounds)).tolist()
+        return [{**event, "max_batch_size": self.max_batch_size, "examples": size} for size in sizes]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What the ledger records: two samplers with this identity and the same key draw the same batches."""
+        return self._identity
+
+    def part(self, number: int) -> Indices:
+        """The examples of one part, in increasing order: O(examples / bands), for inspection."""
+        return self._indices(np.arange(self._bounds[number], self._bounds[number + 1]))
+
+    def batch(self, step: int) -> Indices:
+        """The examples of a step, in increasing order."""
+        step = _check_step(step, self.steps)
+        begin, end = self._bounds[step % self.parts : step % self.parts + 2]
+        stream = Stream(self._key, step)
+        positions = poisson_sample(stream, int(end - begin), self.probability)
+        if self.max_batch_size is not None and len(positions) > self.max_batch_size:
+            lottery = np.argsort(stream.words(len(positions)), kind="stable")
+            positions = positions[lottery[: self.max_batch_size]]
+        return self._indices(begin + positions)
+
+    def _indices(self, positions: Indices) -> Indices:
+        return np.sort(positions if self._arrange is None else self._arrange(positions))
+
+
+class FixedOrder:
+    """The order of an unamplified plan: parts of equal size in turns, so each example returns after a cycle.
+
+    No randomness counts towards privacy; the data are shuffled once, by the key, for the sake of training.
+    `participation` is what really happens, never more than the plan's own.
+    """
+
+    def __init__(self, plan: Plan, key: Key, examples: int) -> None:
+        assert plan.participation is not None
+        self.examples, self.steps = examples, plan.steps
+        self._most = math.ceil(plan.batch_size)
+        self.parts = self._cycle(plan, examples)
+        self._bounds = _even_bounds(examples, self.parts)
+        partition = key.derive("partition")
+        self._arrange = Permutation(partition, examples)
+        self._identity = _describe(self, partition, batch_size=self._most)
+
+    @staticmethod
+    def _cycle(plan: Plan, examples: int) -> int:
+        """After how many steps the same examples come again."""
+        allowed = plan.participation
+        if isinstance(allowed, Single):
+            return plan.steps
+        if isinstance(allowed, FixedEpochs):
+            return allowed.separation(plan.steps)
+        assert isinstance(allowed, MinSeparation)
+        cycle = max(allowed.separation, math.ceil(examples / plan.batch_size))
+        if (times := -(-plan.steps // cycle)) > allowed.max_participations:
+            raise _check.fail(
+                "max_participations", allowed.max_participations,
+                f"must be at least {times}: {plan.steps} steps with {examples} examples in batches of "
+                f"{plan.batch_size:g} come back to each every {cycle} steps",
+                f"plan with participation=MinSeparation({times}, {cycle})",
+            )  # fmt: skip
+        return cycle
+
+    @property
+    def participation(self) -> MinSeparation:
+        """How often and how far apart an example really takes part."""
+        return MinSeparation(-(-self.steps // self.parts), self.parts)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What the ledger records: two samplers with this identity and the same key draw the same batches."""
+        return self._identity
+
+    def batch(self, step: int) -> Indices:
+        """The examples of a step, in increasing order."""
+        turn = _check_step(step, self.steps) % self.parts
+        begin, end = self._bounds[turn : turn + 2]
+        return np.sort(self._arrange(np.arange(begin, min(end, begin + self._most))))
+
+
+def poisson_sample(stream: Stream, size: int, probability: float) -> Indices:
+    """Each of 0 .. size-1 independently with this probability, in increasing order; O(the number chosen).
+
+    The gaps between successes are geometric: floor(E / -log(1 - q)) for an exponential E.
+    """
+    if probability >= 1:
+        return np.arange(size)
+    expected = size * probability
+    chunk = math.ceil(expected + 4 * math.sqrt(expected) + 8)  # enough in all but few cases
+    chosen, last = [], -1
+    while last < size:
+        uniform = np.minimum(stream.words(chunk) * 2.0**-64, 1 - 2.0**-53)
+        gaps = np.floor(np.log1p(-uniform) / math.log1p(-probability))
+        steps = np.minimum(gaps, size).astype(np.int64) + 1  # no gap needs to reach further than the end
+        chosen.append(last + np.cumsum(steps))
+        last = int(chosen[-1][-1])
+    positions = np.concatenate(chosen)
+    return positions[: np.searchsorted(positions, size)]
+
+
+class Permutation:
+    """A pseudorandom permutation of 0 .. size-1, applied to arrays of numbers without listing it.
+
+    A Feistel network over pairs (row, column): in turns the row moves by a random function of the column and
+    the column by one of the row. The functions are tables of about sqrt(size) entries, filled from ChaCha20.
+    The grid has a few places more than `size`; who lands there walks on. Small sets are shuffled outright.
+
+    >>> sorted(Permutation(Key(bytes(32)), 10)(np.arange(10)).tolist())
+    [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    """
+
+    ROUNDS = 12
+    SMALL = 1 << 16
+
+    def __init__(self, key: Key, size: int) -> None:
+        self.size = size
+        self._order: Indices | None = None
+        stream = Stream(key, _ORDER)
+        if size <= self.SMALL:
+            self._order = np.argsort(stream.words(size), kind="stable").astype(np.int64)
+            return
+        self._rows = math.isqrt(size - 1) + 1
+        self._columns = -(-size // self._rows)
+        sizes = (self._columns, self._rows), (self._rows, self._columns)
+        self._tables = [
+            (stream.words(domain) % np.uint64(values)).astype(np.int64)
+            for _ in range(self.ROUNDS // 2)
+            for domain, values in sizes
+        ]
+
+    def __call__(self, numbers: Indices) -> Indices:
+        """Where these numbers go."""
+        if self._order is not None:
+            return self._order[numbers]
+        image = self._once(np.asarray(numbers, np.int64))
+        while (outside := image >= self.size).any():
+            image[outside] = self._once(image[outside])
+        return image
+
+    def _once(self, numbers: Indices) -> Indices:
+        row, column = np.divmod(numbers, self._columns)
+        for by_column, by_row in zip(self._tables[::2], self._tables[1::2], strict=True):
+            row = (row + by_column[column]) % self._rows
+            column = (column + by_row[row]) % self._columns
+        return row * self._columns + column
+
+
+_ORDER, _SIZES = 0, 1  # numbers of the streams of the partition key; those of the sampling key are the steps
+
+
+class Stream:
+    """The 64-bit words of one numbered ChaCha20 stream, one after the other."""
+
+    def __init__(self, key: Key, number: int) -> None:
+        self._keystream = Keystream(key.secret)
+        self._nonce = (number & 0xFFFFFFFF, number >> 32, 0)
+        self._block = 0
+
+    def words(self, count: int) -> npt.NDArray[np.uint64]:
+        """The next words; what is left of the last block is dropped."""
+        blocks = -(-count // 8)
+        out = np.empty(16 * blocks, np.uint32)
+        self._keystream.fill(out, self._nonce, self._block)
+        self._block += blocks
+        return out.view(np.uint64)[:count]
+
+
+def _even_bounds(examples: int, parts: int) -> Indices:
+    return np.array([examples * k // parts for k in range(parts + 1)], np.int64)
+
+
+def _check_step(step: int, steps: int) -> int:
+    return _check.whole("step", step, 0, steps - 1, remedy=f"the plan ends after steps={steps}")
+
+
+def _describe(batches: Any, key: Key, **more: Any) -> dict[str, Any]:
+    """Kind and numbers of a sampler, with a keyed digest of its part sizes: their draw is NumPy's to change."""
+    sizes = hashlib.blake2b(batches._bounds.tobytes(), key=key.derive("sizes").secret, digest_size=16)
+    plain = {
+        "kind": type(batches).__name__,
+        "version": 1,
+        "examples": batches.examples,
+        "parts": batches.parts,
+    }
+    return {
+        **plain,
+        "max_batch_size": getattr(batches, "max_batch_size", None),
+        **more,
+        "sizes": sizes.hexdigest(),
+    }

@@ -1,0 +1,235 @@
+"""bandmf.torch.Engine: the noise of NumpyEngine, added to torch gradients on any device and any sharding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bandmf import _check
+from bandmf.noise import state as checks
+from bandmf.noise.key import Key
+from bandmf.noise.schedule import Schedule
+from bandmf.strategies.base import Strategy
+from bandmf.torch import shards
+from bandmf.torch.operations import Operations
+from bandmf.torch.shards import Part
+
+INNER = 4  # steps of the inner look-ahead: the Triton kernel has this many accumulators
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+ALIGNMENT = 64  # numbers; every history vector starts on a 256-byte boundary
+
+
+@dataclass
+class State:
+    """The state of a run on this rank: the history of its own part of every tensor."""
+
+    identity: checks.Identity
+    parts: dict[str, Part]
+    history: dict[str, torch.Tensor]
+    prepared: dict[str, torch.Tensor]
+    step: int = 0
+    refreshed: int = -1  # `prepared` holds all that was made before this step
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+
+
+class Engine:
+    """Adds the correlated noise of `strategy` to torch gradients, in place.
+
+    >>> from bandmf.strategies import BandedToeplitz
+    >>> engine = Engine(BandedToeplitz([1.0, 0.5], steps=100))
+    >>> state = engine.init({"weight": (20, 10)})
+    >>> gradients = {"weight": torch.zeros(20, 10)}
+    >>> state = engine.add(state, gradients, scale=0.1)
+    >>> state.step
+    1
+
+    `init` takes parameters as well as shapes; DTensors (FSDP2) say how they are sharded. `group` is for
+    plain tensors that are replicated over a process group: each rank then keeps and adds one slice of the
+    noise, before the gradients are summed over the group (see bandmf.torch.shards).
+    `check_finite=False` saves one read of the gradients and, on CUDA, one synchronisation.
+    `kernels` is "triton" or "torch"; None takes Triton on CUDA where it is installed.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        key: Key | None = None,
+        *,
+        rounds: int = 20,
+        lookahead: int | None = None,
+        group: dist.ProcessGroup | None = None,
+        check_finite: bool = True,
+        kernels: str | None = None,
+    ) -> None:
+        self.schedule = Schedule(strategy, lookahead, INNER)
+        self.key = Key() if key is None else key
+        self.rounds = rounds
+        self._group = group
+        self._check_finite = check_finite
+        self._kernels = _check.choice("kernels", kernels, (None, "triton", "torch"))
+        self._identity = checks.Identity.of(self.schedule, self.key, rounds, {})
+        self._executors: dict[tuple[str, torch.device], Any] = {}
+
+    def init(self, shapes: Mapping[str, Any], device: torch.device | str = "cpu") -> State:
+        """The state before the first step. `device` is for tensors that are given by their shape alone."""
+        identity = self._identity.with_shapes({name: tuple(getattr(v, "shape", v)) for name, v in shapes.items()})
+        device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
+        parts = {
+            name: shards.part_of(name, shapes[name], device, self._group) for name in identity.tensors
+        }
+        if self._group is not None or any(part.mesh is not None for part in parts.values()):
+            shards.check_same_key(self.key, self._group)
+        ahead = self.schedule.vectors - self.schedule.slots
+        return State(
+            identity,
+            parts,
+            {name: _vectors(self.schedule.slots, part) for name, part in parts.items()},
+            {name: _vectors(ahead, part) for name, part in parts.items()},
+        )
+
+    @torch.no_grad()
+    def add(self, state: State, gradients: Mapping[str, torch.Tensor], scale: float) -> State:
+        """Add `scale` times the noise of the next step to the gradients, in place; returns the state."""
+        self._check(state, gradients)
+        scale = _check.real("scale", scale, 0)
+        self._prepare(state)
+        step = self.schedule.step(state.step, state.refreshed)
+        for name, tensor in state.identity.tensors.items():
+            part, gradient = state.parts[name], shards.local(gradients[name])
+            contiguous = gradient.contiguous()  # itself, unless it has gaps
+            vectors = state.history[name], state.prepared[name]
+            executor = self._executor(part)
+            executor.advance(step, tensor, part.region, *vectors, part.flat(contiguous), scale)
+            if contiguous is not gradient:
+                gradient.copy_(contiguous)
+            state.dtypes[name] = gradient.dtype
+        if step.forward:
+            state.refreshed = state.step
+        state.step += 1
+        return state
+
+    def _prepare(self, state: State) -> None:
+        """The look-ahead pass, if the step that comes needs a new one."""
+        base = self.schedule.base(state.step)
+        if self.schedule.lookahead == 1 or state.refreshed >= base:
+            return
+        matrix = self.schedule.pass_matrix(base)
+        for name, part in state.parts.items():
+            self._executor(part).prepare(matrix, state.history[name], state.prepared[name])
+        state.refreshed = base
+
+    def _executor(self, part: Part) -> Any:
+        """What runs the steps of this part; made once per device."""
+        kind = self._kernels
+        if kind is None:
+            kind = "triton" if part.device.type == "cuda" and _has_triton() else "torch"
+        if not part.region.contiguous:
+            kind = "torch"  # the fused kernels draw spans of coordinates only
+        place = kind, part.device
+        if place not in self._executors:
+            secret = self.key.derive("noise").secret
+            if kind == "triton":
+                from bandmf.torch.kernels import Kernels
+
+                self._executors[place] = Kernels(secret, self.rounds, part.device)
+            else:
+                self._executors[place] = Operations(secret, self.rounds, part.device)
+        return self._executors[place]
+
+    def _check(self, state: State, gradients: Mapping[str, torch.Tensor]) -> None:
+        self._identity.expect(state.identity)
+        checks.check_step(state.step, self.schedule.steps)
+        checks.check_names(state.parts, gradients)
+        for name, part in state.parts.items():
+            gradient = gradients[name]
+            if not isinstance(gradient, torch.Tensor):
+                raise ValueError(f"gradients[{name!r}]: must be a tensor, not {type(gradient).__name__}")
+            gradient = shards.local(gradient)
+            checks.check_gradient(
+                name, gradient.shape, part.shape, gradient.dtype, state.dtypes.get(name), DTYPES
+            )
+            if gradient.device != part.device:
+                raise _check.fail(f"gradients[{name!r}].device", str(gradient.device), f"must be {part.device}")
+        if self._check_finite:
+            _check_finite({name: shards.local(gradients[name]) for name in state.parts})
+
+    def state_dict(self, state: State, copy: bool = True) -> dict[str, Any]:
+        """What a restart needs. The key is not in it, only its fingerprint.
+
+        Parts of sharded tensors are DTensors, for torch.distributed.checkpoint. With `copy=False` the
+        tensors share the state's memory: save them before the next step, or load into them in place.
+        """
+        history = {}
+        for name, part in state.parts.items():
+            vectors = part.global_view(state.history[name])
+            history[name] = vectors.clone() if copy else vectors
+        return {"step": state.step, "identity": state.identity.dumps(), "history": history}
+
+    def load_state_dict(self, state: State, saved: Mapping[str, Any]) -> State:
+        """`state` (fresh from init) brought to where `saved` was; prepared sums are computed again.
+
+        `saved` may hold this rank's parts, as state_dict gives them, or whole tensors of shape
+        (vectors, *global shape).
+        """
+        state.identity.expect(checks.Identity.loads(saved["identity"]), shapes=True)
+        step = _check.whole("saved['step']", saved["step"], 0, self.schedule.steps, "steps")
+        loaded = {name: _local_history(name, state, saved["history"][name]) for name in state.parts}
+        for name, vectors in loaded.items():
+            state.history[name].copy_(vectors)
+        state.step, state.refreshed = step, -1
+        return state
+
+
+def _vectors(count: int, part: Part) -> torch.Tensor:
+    """`count` vectors of the part's size, zero, each aligned."""
+    padded = -(-part.region.size // ALIGNMENT) * ALIGNMENT
+    return torch.zeros(count, padded, device=part.device)[:, : part.region.size]
+
+
+def _local_history(name: str, state: State, saved: torch.Tensor) -> torch.Tensor:
+    part, mine = state.parts[name], state.history[name]
+    if isinstance(saved, torch.distributed.tensor.DTensor):
+        if saved.to_local().numel() != mine.numel():
+            raise _check.fail(
+                f"saved history of {name!r}", tuple(saved.to_local().shape), f"must have {mine.numel()} numbers here",
+                "load with torch.distributed.checkpoint, or gather with full_tensor() first",
+            )  # fmt: skip
+        return saved.to_local().reshape(mine.shape)
+    whole = dict(state.identity.shapes)[name]
+    flat = saved.reshape(len(saved), -1) if len(saved) else saved.reshape(0, 0)
+    if len(saved) != len(mine) or (len(saved) and flat.shape[1] != int(torch.Size(whole).numel())):
+        raise _check.fail(f"saved history of {name!r}", tuple(saved.shape), f"must be ({len(mine)}, {whole})")
+    if not len(mine):
+        return mine
+    places = torch.from_numpy(part.region.coordinates(0, part.region.size))
+    return flat[:, places.to(flat.device)].to(mine.device)
+
+
+def _check_finite(gradients: Mapping[str, torch.Tensor]) -> None:
+    """Fail, before anything is changed, if a gradient holds NaN or infinity; one synchronisation in all."""
+    filled = [name for name, gradient in gradients.items() if gradient.numel()]
+    finite = [torch.isfinite(_extreme(gradients[name])).all() for name in filled]
+    verdicts = torch.stack([flag.to(finite[0].device) for flag in finite]).tolist() if finite else []
+    for name, good in zip(filled, verdicts, strict=True):
+        if not good:
+            raise checks.not_finite(name)
+
+
+def _extreme(gradient: torch.Tensor) -> torch.Tensor:
+    """Finite if and only if all entries are, without memory of the gradient's size; the faster on each device."""
+    if gradient.device.type == "cpu":
+        return torch.stack(torch.aminmax(gradient))
+    return torch.linalg.vector_norm(gradient, math.inf)
+
+
+def _has_triton() -> bool:
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
