@@ -5,7 +5,7 @@ PIP = .venv/bin/pip install --quiet --disable-pip-version-check --constraint con
 .PHONY: demo test lint types doctest unit clean
 
 demo: .venv/installed
-	.venv/bin/bandmf optimize --steps 4096 --bands 16 --family banded --plot demo.png
+	.venv/bin/bandmf train --plot demo.png
 
 test: lint types doctest unit
 
@@ -19,17 +19,19 @@ types: .venv/installed-dev
 doctest: .venv/installed-dev
 	.venv/bin/python -m pytest --doctest-modules src/bandmf
 
+# One process a core; more threads in each would only get in each other's way.
 unit: .venv/installed-dev
-	.venv/bin/python -m pytest tests
+	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile tests
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 
+# torch first: the constraint picks one build, so that nothing later pulls in another.
 .venv/installed: .venv/bin/python pyproject.toml constraints.txt
-	$(PIP) --editable .
+	$(PIP) torch
+	$(PIP) --editable ".[torch]" scikit-learn
 	touch $@
 
-# torch first: the constraint picks one build, so that nothing later pulls in another.
 .venv/installed-dev: .venv/bin/python pyproject.toml constraints.txt
 	$(PIP) torch
 	$(PIP) --editable ".[dev]"

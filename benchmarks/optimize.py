@@ -76,7 +76,7 @@ def banded_loss_against_peer(steps: int, bands: int) -> dict[str, object]:
 
 
 def toeplitz_alone(steps: int, bands: int) -> dict[str, object]:
-    seconds, plain = timed(lambda: bandmf.optimize.banded_toeplitz(steps, bands, normalize_columns=False))
+    seconds, _ = timed(lambda: bandmf.optimize.banded_toeplitz(steps, bands, normalize_columns=False))
     more, normalized = timed(lambda: bandmf.optimize.banded_toeplitz(steps, bands))
     return {
         "what": f"Toeplitz optimised, n={steps:g}, b={bands}",

@@ -46,18 +46,13 @@ compare_command.__doc__ = f"Compare every mechanism's error at the same privacy 
 
 
 def _print(rows: list[Comparison], title: str) -> None:
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2))
-    for name in ("mechanism", "RMSE", "over the best", "noise multiplier", "bands", "needs random batches"):
-        table.add_column(name, justify="left" if name == "mechanism" else "right")
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
+    table.add_column("mechanism", no_wrap=True)
+    for name in ("RMSE", "ratio", "sigma", "bands", "sampled"):
+        table.add_column(name, justify="right")
     for row in rows:
-        table.add_row(
-            row.mechanism,
-            f"{row.rmse:.5g}",
-            f"{row.ratio:.3f}x",
-            f"{row.noise_multiplier:.4f}",
-            str(row.bands),
-            "yes" if row.amplified else "no",
-        )
+        numbers = (f"{row.rmse:.5g}", f"{row.ratio:.3f}x", f"{row.noise_multiplier:.4f}", str(row.bands))
+        table.add_row(row.mechanism, *numbers, "yes" if row.amplified else "no")
     show.console.print(table)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
@@ -50,7 +51,7 @@ def train(
     with show.status("loading images"):
         images = datasets.load(dataset, data)
     usual_batch, usual_epochs, usual_seeds, usual_delta = _DEFAULTS[images.name]
-    setting = {
+    setting: dict[str, Any] = {
         "epsilon": epsilon,
         "delta": usual_delta if delta is None else delta,
         "examples": len(images.train),

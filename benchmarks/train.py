@@ -1,0 +1,158 @@
+"""What private training costs: time per step of a transformer, without privacy, with Opacus, with bandmf.
+
+python benchmarks/train.py                    on the CPU (a few minutes)
+python benchmarks/train.py --device cuda      on a GPU, with a larger model
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+import bandmf
+import bandmf.torch
+from bandmf.planning import Plan
+from bandmf.strategies import BandedToeplitz
+from table import show
+
+BANDS = (1, 8, 32, 128)
+EXAMPLES, LENGTH, WORDS = 8192, 64, 512
+
+
+class Transformer(nn.Module):
+    """Encoder layers with attention written in linear layers, which every clipping method supports."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.word = nn.Embedding(WORDS, width)
+        self.layers = nn.ModuleList(
+            nn.ModuleList(
+                [
+                    *(nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)),
+                    *(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)),
+                ]
+            )
+            for _ in range(layers)
+        )
+        self.head = nn.Linear(width, WORDS)
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        x = self.word(text)
+        for norm1, mix, out, norm2, up, down in self.layers:
+            q, k, v = mix(norm1(x)).chunk(3, dim=-1)
+            x = x + out(nn.functional.scaled_dot_product_attention(q, k, v))
+            x = x + down(nn.functional.gelu(up(norm2(x))))
+        return self.head(x.mean(1))
+
+
+def median_step(step: Callable[[], None], steps: int, device: str) -> float:
+    """The median time of a step after a warm-up, in milliseconds."""
+    times = []
+    for i in range(steps + 3):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        if i >= 3:
+            times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times)
+
+
+class Work:
+    """The model, the data, and one training step of each kind."""
+
+    def __init__(self, device: str, width: int, layers: int, batch: int) -> None:
+        self.device, self.size, self.batch = device, (width, layers), batch
+        generator = torch.Generator().manual_seed(0)
+        self.text = torch.randint(WORDS, (EXAMPLES, LENGTH), generator=generator)
+        self.labels = torch.randint(WORDS, (EXAMPLES,), generator=generator)
+
+    def fresh(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = Transformer(*self.size).to(self.device)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor
+    ) -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x.to(self.device)), y.to(self.device)).backward()
+        optimizer.step()
+
+    def public(self) -> Callable[[], None]:
+        model, optimizer = self.fresh()
+        return lambda: self.train(model, optimizer, self.text[: self.batch], self.labels[: self.batch])
+
+    def opacus(self) -> Callable[[], None]:
+        """Opacus' own DP-SGD: its hooks, clipping and independent noise, on a batch of the expected size."""
+        from opacus import GradSampleModule
+        from opacus.optimizers import DPOptimizer
+
+        model, optimizer = self.fresh()
+        model = GradSampleModule(model)
+        optimizer = DPOptimizer(
+            optimizer, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=self.batch
+        )
+        return lambda: self.train(model, optimizer, self.text[: self.batch], self.labels[: self.batch])
+
+    def bandmf(self, bands: int) -> Callable[[], None]:
+        """A whole logical step, sampling and loading included."""
+        model, optimizer = self.fresh()
+        data = torch.utils.data.TensorDataset(self.text, self.labels)
+        private = bandmf.torch.make_private(model, optimizer, data, self.plan(bands), clip_norm=1.0)
+        batches = iter(private.loader)
+        return lambda: self.train(private.model, private.optimizer, *next(batches))
+
+    def plan(self, bands: int) -> Plan:
+        """Any plan will do for timing: sigma is one, the strategy's entries do not matter."""
+        steps = 1024
+        strategy = BandedToeplitz(1 / (1 + torch.arange(bands).double().numpy()), steps)
+        return Plan(
+            steps=steps,
+            batch_size=self.batch,
+            examples=EXAMPLES,
+            epsilon=8.0,
+            delta=1e-5,
+            adjacency="add-remove",
+            bands=bands,
+            strategy=strategy,
+            noise_multiplier=1.0,
+            error=1.0,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    arguments = parser.parse_args()
+    size = (768, 12, 64) if arguments.device == "cuda" else (128, 2, 64)
+    work = Work(arguments.device, *size)
+    kinds: dict[str, Callable[[], None]] = {"not private": work.public(), "Opacus DP-SGD": work.opacus()}
+    kinds |= {f"bandmf, {bands} bands": work.bandmf(bands) for bands in BANDS}
+    # Interleaved and repeated, so that a slow moment of the machine hits all alike.
+    rounds = [
+        {name: median_step(step, arguments.steps, arguments.device) for name, step in kinds.items()}
+        for _ in range(3)
+    ]
+    best = {name: min(times[name] for times in rounds) for name in kinds}
+    base = best["bandmf, 1 bands"]
+    rows = [
+        {"what": name, "ms per step": value, "over DP-SGD (bandmf, 1 band)": f"{value / base - 1:+.1%}"}
+        for name, value in best.items()
+    ]
+    parameters = sum(p.numel() for p in work.fresh()[0].parameters())
+    title = f"Training a transformer of {parameters / 1e6:.2f} million parameters, batch {work.batch}"
+    show(f"{title}, {arguments.device}", rows, ("torch",), arguments.json)
+
+
+if __name__ == "__main__":
+    main()
