@@ -25,9 +25,15 @@ import bandmf.torch.kernels as kernels
 from bandmf.noise import Key, normals
 from bandmf.noise.region import Region
 from bandmf.noise.schedule import Step
-from bandmf.strategies import Banded, BandedToeplitz, Dense, Identity
-from bandmf.strategies.base import BufferRecurrence, InputRecurrence
-from bandmf.streaming import Matrices, banded, state_space
+from bandmf.strategies import (
+    Banded,
+    BandedInverse,
+    BandedToeplitz,
+    BufferedToeplitz,
+    Dense,
+    Identity,
+    tree_aggregation,
+)
 from bandmf.torch import Engine
 
 D = 100_000_000
@@ -37,31 +43,6 @@ DEVICE = torch.device("cuda:0")
 
 def toeplitz(bands: int, steps: int = 100_000) -> BandedToeplitz:
     return BandedToeplitz(1 / np.sqrt(np.arange(1, bands + 1)), steps)
-
-
-class BandedInverse(Identity):
-    """C^-1 = banded Toeplitz (1, -0.5, 0.2, 0.1): exercises redrawing."""
-
-    @property
-    def recurrence(self) -> InputRecurrence:
-        row = np.array([1, -0.5, 0.2, 0.1])
-        return InputRecurrence(lambda i: np.where(np.arange(4) <= i, row, 0.0), 4)
-
-    def inverse(self):
-        return banded(self.recurrence.row, 4, self.steps)
-
-
-class Buffered(Identity):
-    """C^-1 of two buffers: exercises the decay loop."""
-
-    @property
-    def recurrence(self) -> BufferRecurrence:
-        return BufferRecurrence(np.array([0.3, 0.1]), np.array([0.9, 0.5]))
-
-    def inverse(self):
-        scales, decays = self.recurrence.scales, self.recurrence.decays
-        F = np.diag(decays) - np.outer(np.ones(2), scales)
-        return state_space(lambda i: Matrices(F, np.ones(2), -scales, 1.0), 2, self.steps)
 
 
 def check() -> dict[str, float]:
@@ -76,8 +57,9 @@ def check() -> dict[str, float]:
         "toeplitz b=128": toeplitz(128, 300),
         "banded b=9": Banded(compact),
         "dense": Dense(np.tril(rng.normal(size=(30, 30))) * 0.05 + np.eye(30)),
-        "banded inverse": BandedInverse(30),
-        "buffered": Buffered(30),
+        "banded inverse": BandedInverse([1, -0.5, 0.2, 0.1], 30),
+        "tree": tree_aggregation(32),
+        "buffered": BufferedToeplitz([0.3, 0.1], [0.9, 0.5], 30),
     }
     worst: dict[str, float] = {}
     for name, strategy in families.items():
@@ -87,7 +69,8 @@ def check() -> dict[str, float]:
             ("triton", torch.bfloat16, None),
             ("torch", torch.float32, None),
         ):
-            worst[f"{name} {kind} {str(dtype)[6:]} T={lookahead}"] = difference(strategy, kind, dtype, lookahead)
+            label = f"{name} {kind} {str(dtype)[6:]} T={lookahead}"
+            worst[label] = difference(strategy, kind, dtype, lookahead)
     worst["NaN and infinity refused"] = float(all(refuses(value) for value in (np.nan, np.inf, -np.inf)))
     return worst
 
@@ -135,7 +118,8 @@ def check_far() -> dict[str, float]:
         run = kernels.Kernels(secret, rounds, DEVICE)
         run.advance(Step(((step, 1.0),), ()), 7, Region.span(start, start + 5000), nothing, nothing, got, 1.0)
         expected = normals.reference(secret, step, 7, start, start + 5000, rounds)
-        result[f"coordinate 2^33, step 2^35, {rounds} rounds"] = float(np.abs(got.cpu().numpy() - expected).max())
+        worst = np.abs(got.cpu().numpy() - expected).max()
+        result[f"coordinate 2^33, step 2^35, {rounds} rounds"] = float(worst)
     strategy, key = toeplitz(32, 80), Key()
     engine = Engine(strategy, key)
     state, oracle = engine.init({"w": (D,)}, device=DEVICE), strategy.inverse()
@@ -187,7 +171,8 @@ def time_engine(bands: int, **options) -> dict[str, float]:
     warm = -(-max(bands, 8) // period) * period
     milliseconds = timed(step, period * max(2, 24 // period), warm)
     peak = (torch.cuda.max_memory_allocated() - before) / (4 * D)
-    return {"ms": milliseconds, "T": period, "peak_vectors": peak, "limit_vectors": bands - 1 + (period if period > 1 else 0) + 2}
+    limit = bands - 1 + (period if period > 1 else 0) + 2
+    return {"ms": milliseconds, "T": period, "peak_vectors": peak, "limit_vectors": limit}
 
 
 def time_roll(bands: int) -> float:
@@ -222,9 +207,6 @@ def peer(kind: str, bands: int) -> None:
     else:
         from bandmf.jax import Engine as JaxEngine
 
-        import bandmf.jax.draw
-
-        bandmf.jax.draw.UNROLL = 10 if kind == "bandmf_unrolled" else 1
         engine = JaxEngine(toeplitz(bands, 1000))
         state = engine.init({"w": (D,)})
         update = jax.jit(lambda g, s: engine.add(s, g, 1e-3), donate_argnums=(0, 1))
@@ -298,13 +280,10 @@ def measure(quick: bool) -> dict[str, object]:
             row["torch_roll_ms"] = time_roll(bands)
         rows.append(row)
     torch.cuda.empty_cache()
-    del gradient
     for row in rows:
         if row["bands"] in (16, 64) and not quick:
             row["jax_privacy"] = run_peer("jax_privacy", row["bands"])
             row["bandmf_jax"] = run_peer("bandmf", row["bands"])
-            if row["bands"] == 16:
-                row["bandmf_jax_unrolled"] = run_peer("bandmf_unrolled", row["bands"])
     return {"copy_TB_s": bandwidth, "randn_add_ms": baseline, "rows": rows}
 
 
@@ -325,7 +304,10 @@ def main() -> None:
         "triton": triton.__version__,
         "d": D,
     }
-    for name, section in (("check", check), ("far", check_far), *((("tune", tune),) if given.tune else ()), ("measure", lambda: measure(given.quick))):
+    sections = {"check": check, "far": check_far, "tune": tune, "measure": lambda: measure(given.quick)}
+    if not given.tune:
+        del sections["tune"]
+    for name, section in sections.items():
         begin = time.perf_counter()
         try:
             result[name] = section()
@@ -334,7 +316,8 @@ def main() -> None:
 
             traceback.print_exc()
             result[name] = f"failed: {error}"
-        print(f"== {name} ({time.perf_counter() - begin:.0f} s)", json.dumps(result[name], indent=1), flush=True)
+        seconds = time.perf_counter() - begin
+        print(f"== {name} ({seconds:.0f} s)", json.dumps(result[name], indent=1), flush=True)
         if given.json:
             Path(given.json).write_text(json.dumps(result, indent=1))
 

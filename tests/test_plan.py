@@ -14,7 +14,6 @@ import bandmf
 from bandmf import accounting, workloads
 from bandmf.participation import FixedEpochs, MinSeparation
 from bandmf.planning.inputs import parse_bytes
-from bandmf.planning.setting import spent
 from bandmf.planning.sweep import sweep
 
 SMALL = {"epsilon": 8.0, "delta": 1e-6, "examples": 6_000, "batch_size": 60, "steps": 400}
@@ -40,7 +39,7 @@ def test_the_accountant_confirms_the_promised_epsilon(plan):
 def test_a_mispaired_sampling_rate_would_be_caught(plan):
     """Planted: accounting with batch / examples instead of bands * batch / examples claims far too little."""
     wrong = accounting.epsilon(plan.noise_multiplier, 1e-6, 60 / 6_000, math.ceil(400 / plan.bands))
-    assert wrong < 0.7 * spent(plan)
+    assert wrong < 0.7 * plan.spent()
 
 
 def test_the_chosen_bands_are_the_best_of_all(plan):
@@ -150,7 +149,7 @@ def test_a_cap_on_the_batch_needs_more_noise():
     free = bandmf.plan(**SMALL, bands=7, adjacency="zero-out")  # 6000 examples in 7 parts: uneven
     capped = bandmf.plan(**SMALL, bands=7, adjacency="zero-out", max_batch_size=70)
     assert capped.noise_multiplier > free.noise_multiplier
-    assert spent(capped) <= 8.0
+    assert capped.spent() <= 8.0
 
 
 def test_workload_is_what_the_strategy_is_optimised_for():

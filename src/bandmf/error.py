@@ -7,13 +7,16 @@ With B = A C^-1, step i has squared error |row i of B|^2 (for unit noise; sensit
     max_error           sensitivity * sqrt(largest of them)
 
 Three exact ways, cheapest first: the closed form of the strategy's family (Toeplitz: its response, any n),
-the banded covariance recursion (O(n b^2)), the covariance of the joint state of C^-1 and A (O(n s^2)). `per_step_error_by_rows` is the
-paper's own streaming algorithm, O(n^2 b): the reference, and the fall-back where there is no state space.
+the banded covariance recursion (O(n b^2)), the covariance of the joint state of C^-1 and A (O(n s^2)).
+`per_step_error_by_rows` is the paper's own streaming algorithm, O(n^2 b): the reference, and the fall-back
+where there is no state space.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +25,7 @@ from bandmf.covariance import BandCovariance, banded_product
 from bandmf.participation import Participation, Single
 from bandmf.sensitivities import sensitivity
 from bandmf.strategies import Strategy
+from bandmf.strategies.base import ClosedError
 from bandmf.streaming import StreamingOperator
 from bandmf.workloads import Workload, prefix
 
@@ -36,7 +40,12 @@ def per_step_error(strategy: Strategy, workload: Workload | None = None) -> Floa
     >>> per_step_error(BandedToeplitz([1.0, 0.5], steps=2, normalize_columns=False))
     array([1.  , 1.25])
     """
-    workload = _workload_for(strategy, workload)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return _finite(_per_step_error(strategy, _workload_for(strategy, workload)))
+
+
+def _per_step_error(strategy: Strategy, workload: Workload) -> FloatArray:
+    """The cheapest exact way."""
     closed = strategy.closed_error(workload)
     if closed is not None:
         return closed.per_step()
@@ -53,16 +62,35 @@ def per_step_error(strategy: Strategy, workload: Workload | None = None) -> Floa
 
 def mean_squared_error(strategy: Strategy, workload: Workload | None = None) -> float:
     """The mean of `per_step_error`, in closed form where there is one."""
-    workload = _workload_for(strategy, workload)
-    closed = strategy.closed_error(workload)
-    return closed.mean() if closed is not None else float(np.mean(per_step_error(strategy, workload)))
+    return _aggregate(strategy, workload, lambda closed: closed.mean(), np.mean)
 
 
 def max_squared_error(strategy: Strategy, workload: Workload | None = None) -> float:
     """The largest of `per_step_error`. With normalised columns it is not the last one."""
+    return _aggregate(strategy, workload, lambda closed: closed.maximum(), np.max)
+
+
+def _aggregate(
+    strategy: Strategy,
+    workload: Workload | None,
+    of_closed: Callable[[ClosedError], float],
+    of_steps: Callable[[FloatArray], Any],
+) -> float:
     workload = _workload_for(strategy, workload)
-    closed = strategy.closed_error(workload)
-    return closed.maximum() if closed is not None else float(np.max(per_step_error(strategy, workload)))
+    with np.errstate(over="ignore", invalid="ignore"):
+        closed = strategy.closed_error(workload)
+        value = float(of_steps(per_step_error(strategy, workload)) if closed is None else of_closed(closed))
+    return float(_finite(np.array([value]))[0])
+
+
+def _finite(errors: FloatArray) -> FloatArray:
+    """The errors, unless the strategy is so unstable that they left the range of numbers."""
+    if not np.all(np.isfinite(errors)):
+        raise ValueError(
+            "strategy: its errors overflow, so its inverse is not stable; "
+            "use coefficients that fall from the diagonal on, or fewer steps"
+        )
+    return errors
 
 
 def rmse(

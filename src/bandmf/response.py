@@ -101,7 +101,7 @@ def first_terms(bands: int, workload: Workload) -> int:
 
 def divide_series(numerator: FloatArray, theta: FloatArray) -> FloatArray:
     """The power series numerator(x) / theta(x), cut to the same length: solves C(theta) w = numerator."""
-    if len(theta) < _FFT_PAYS or len(numerator) < 4 * len(theta):
+    if len(theta) < _FFT_PAYS or len(numerator) < 4 * _FFT_PAYS:
         return lfilter([1.0], theta, numerator)
     # Newton's iteration for 1 / theta doubles the number of right terms each time.
     count, size = len(numerator), 1

@@ -18,11 +18,15 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+from scipy import sparse
 
 from bandmf._check import FloatArray, IntArray
 from bandmf.participation import FixedEpochs, MinSeparation, Participation, Single
 from bandmf.strategies import Strategy
 from bandmf.strategies.base import spaced_toeplitz_norm
+
+# Entries of X, and operations to compute them, beyond which the tighter bounds are too dear.
+_MOST_ENTRIES, _MOST_OPERATIONS = 2**28, 2**37
 
 
 @dataclass(frozen=True)
@@ -61,11 +65,17 @@ def certified_sensitivity(strategy: Strategy, participation: Participation | Non
 def _fixed_epochs(strategy: Strategy, participation: FixedEpochs) -> Sensitivity:
     n, epochs = strategy.steps, participation.epochs
     length = participation.separation(n)
+    if epochs == 1:
+        return Sensitivity(strategy.largest_column_norm(), True, "one participation")
     if length >= strategy.bands:  # no two participations interact: the largest sum of squared norms
         return _separated(strategy, MinSeparation(epochs, length), aligned=True)
     # A later start only cuts rows off a plain Toeplitz matrix: the pattern that starts at 0 is the worst.
     if (value := strategy.spaced_norm(length, epochs)) is not None:
         return Sensitivity(value, True, "non-increasing Toeplitz")
+    if (C := strategy.nonnegative()) is not None:  # then all contributions with one sign are the worst
+        starts = np.arange(n) % length
+        patterns = sparse.csc_array((np.ones(n), (np.arange(n), starts)), shape=(n, length))
+        return Sensitivity(math.sqrt((C @ patterns).power(2).sum(axis=0).max()), True, "all patterns")
     starts = np.arange(1 if strategy.toeplitz() is not None else length)
     gram = _pattern_grams(strategy, starts, length, epochs)
     totals = np.abs(gram).sum(axis=(1, 2))
@@ -114,14 +124,17 @@ def _min_separation(strategy: Strategy, participation: MinSeparation) -> Sensiti
         return _separated(strategy, participation)
     if (value := strategy.spaced_norm(separation, count)) is not None:
         return Sensitivity(value, True, "non-increasing Toeplitz")
-    lags = _lagged_gram(strategy)
-    if count == 2 or 2 * separation >= bands:
-        return Sensitivity(_chain(lags, separation, count), True, "neighbours interact (chain)")
-    bounds = [(_column_scores(lags, separation, count), "sum of column bounds")]
-    bounds.append((count * strategy.largest_column_norm(), "triangle inequality"))
+    bounds = [(count * strategy.largest_column_norm(), "triangle inequality")]
+    if (own := strategy.separated_bound(separation, count)) is not None:
+        bounds.append((own, "bound of the family"))
     if (theta := strategy.toeplitz()) is not None:
         majorant = np.maximum.accumulate(np.abs(theta)[::-1])[::-1]
         bounds.append((spaced_toeplitz_norm(majorant, n, separation, count), "non-increasing majorant"))
+    if n * bands <= _MOST_ENTRIES and n * bands * (bands if theta is None else 1) <= _MOST_OPERATIONS:
+        lags = _lagged_gram(strategy)
+        if count == 2 or 2 * separation >= bands:
+            return Sensitivity(_chain(lags, separation, count), True, "neighbours interact (chain)")
+        bounds.append((_column_scores(lags, separation, count), "sum of column bounds"))
     value, method = min(bounds)
     return Sensitivity(value, False, method)
 
@@ -159,8 +172,14 @@ def _best_separated_sum(scores: FloatArray, separation: int, count: int) -> floa
 
 def _lagged_gram(strategy: Strategy) -> FloatArray:
     """|X[j, j - l]| as an (n, bands) array: entry [j, l], zero where j - l is negative."""
-    columns, (n, bands) = strategy.columns(), (strategy.steps, strategy.bands)
+    n, bands, theta = strategy.steps, strategy.bands, strategy.toeplitz()
     lags = np.zeros((n, bands))
+    if theta is not None:  # a running sum of theta_t theta_{t+l}, as long as rows are left
+        for lag in range(len(theta)):
+            sums = np.abs(np.cumsum(theta[: len(theta) - lag] * theta[lag:]))
+            lags[lag:, lag] = sums[np.minimum(n - 1 - np.arange(lag, n), len(sums) - 1)]
+        return lags
+    columns = strategy.columns()
     for lag in range(bands):
         lags[lag:, lag] = np.abs(np.sum(columns[: n - lag, lag:] * columns[lag:, : bands - lag], axis=1))
     return lags

@@ -32,7 +32,7 @@ class ToeplitzError:
     def __init__(
         self, theta: FloatArray, workload: Workload, normalize: bool, terms: int | None = None
     ) -> None:
-        self.workload, self.normalize = workload, normalize and len(theta) > 1
+        self.workload, self.normalize, self.scaled = workload, normalize and len(theta) > 1, normalize
         self.scale = float(np.linalg.norm(theta)) if normalize else 1.0
         self.theta = theta / self.scale
         if terms is None:
@@ -100,7 +100,7 @@ class ToeplitzError:
             if self.start is not None:
                 limit += self.start.add_gradient(d_start, head)
         gradient = direct + chain_to_theta(self.response, self.theta, head, limit)
-        if self.scale == 1.0 and not self.normalize:
+        if not self.scaled:
             return gradient
         return (gradient - self.theta * (self.theta @ gradient)) / self.scale
 

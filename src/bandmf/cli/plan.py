@@ -14,7 +14,6 @@ from bandmf.cli import show
 from bandmf.participation import MinSeparation
 from bandmf.planning import Candidate, Plan
 from bandmf.planning import plan as make_plan
-from bandmf.planning.setting import spent
 
 _EXAMPLE = (
     "Example: bandmf plan --epsilon 4 --delta 1e-8 --examples 1000000 --batch-size 500 --steps 16384 "
@@ -111,7 +110,7 @@ def _print(made: Plan) -> None:
     if limit is not None:
         cost = made.rmse / limit.rmse - 1
         show.console.print(f"The memory limit costs {cost:.1%}: {limit.bands} bands would be best.")
-    show.console.print("The accountant confirms epsilon =", f"{spent(made):.6g}; see also --explain.")
+    show.console.print("The accountant confirms epsilon =", f"{made.spent():.6g}; see also --explain.")
 
 
 def _text(value: object) -> str:

@@ -12,11 +12,10 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from bandmf import accounting, datasets, plots
+from bandmf import datasets, plots
 from bandmf.cli import show
 from bandmf.planning import Plan
 from bandmf.planning import plan as make_plan
-from bandmf.planning.setting import privacy_events
 
 if TYPE_CHECKING:
     from bandmf.torch.demo import History
@@ -42,12 +41,9 @@ def train(
     plot: Annotated[Path | None, typer.Option(help="Draw accuracy against step.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    try:
-        import bandmf.torch.demo
-    except ImportError as error:
-        raise ValueError(
-            f"training needs PyTorch and Opacus ({error}); pip install 'bandmf[torch]'"
-        ) from None
+    for package in ("torch", "opacus"):
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"{package} is missing: training needs it; pip install 'bandmf[torch]'")
     with show.status("loading images"):
         images = datasets.load(dataset, data)
     usual_batch, usual_epochs, usual_seeds, usual_delta = _DEFAULTS[images.name]
@@ -110,10 +106,7 @@ class Spent:
         plan = self.plan
         mark = min(plan.steps, -(-step * 10 // plan.steps) * plan.steps // 10)
         if mark not in self.known:
-            assert plan.examples is not None
-            event = privacy_events(mark, plan.bands, plan.batch_size, plan.examples, plan.adjacency, None)[0]
-            value = accounting.epsilon(plan.noise_multiplier, plan.delta, **event)
-            self.known[mark] = f"{value:.2f}"
+            self.known[mark] = f"{plan.spent_after(mark):.2f}"
         return self.known[mark]
 
 

@@ -112,4 +112,5 @@ def normals(key: Array, step: Array, runs: Sequence[Runs], rounds: int = 20) -> 
 def _cut(z: Array, runs: Runs) -> Array:
     """The runs themselves out of the whole groups that hold them."""
     rows = z.reshape(-1, runs.reach * GROUP)
-    return jax.vmap(lambda row, offset: lax.dynamic_slice(row, (offset,), (runs.length,)))(rows, runs.starts[1])
+    cut = jax.vmap(lambda row, offset: lax.dynamic_slice(row, (offset,), (runs.length,)))
+    return cut(rows, runs.starts[1])

@@ -95,8 +95,8 @@ class Engine:
     ) -> tuple[Any, State]:
         """The gradients plus `scale` times the noise of the next step, and the state after it.
 
-        Inside jit the key becomes a constant of the compiled program, and lies on disk if you use a persistent
-        compilation cache; pass `engine.noise_key()` as an argument of the jitted function to keep it out.
+        Inside jit the key becomes a constant of the compiled program, and lies on disk if you use a
+        persistent compilation cache; give `engine.noise_key()` to the jitted function to keep it out.
         """
         self._check(state, gradients)
         self._check_values(state, gradients, scale)
@@ -134,8 +134,11 @@ class Engine:
 
         if not isinstance(self.schedule.recurrence, InputRecurrence):
             return z(0)
-        # Past z are drawn again; before the first step their feeds are zero.
-        return lax.fori_loop(1, len(feeds), lambda r, total: jax.tree.map(jnp.add, total, z(r)), z(0))
+
+        def more(r: Array, total: dict[str, Array]) -> dict[str, Array]:
+            return lax.cond(feeds[r] != 0, lambda: jax.tree.map(jnp.add, total, z(r)), lambda: total)
+
+        return lax.fori_loop(1, len(feeds), more, z(0))  # past z are drawn again, where they are needed
 
     def _advance(self, step: Array, white: Array, weights: Array, history: Array) -> tuple[Array, Array]:
         """y and the next history."""
@@ -148,6 +151,7 @@ class Engine:
             return y, decays.reshape(-1, *[1] * y.ndim) * history + y
         age = (step - 1 - jnp.arange(slots)) % slots  # of the vector in each slot, counted from the newest
         y = white + _combine(weights[age], history)
+        y = lax.optimization_barrier(y)  # or XLA fuses reading and writing the ring, and copies all of it
         return y, lax.dynamic_update_index_in_dim(history, y, step % slots, 0)
 
     def _check(self, state: State, gradients: Any) -> None:

@@ -21,6 +21,7 @@ from bandmf import _check
 from bandmf.jax.draw import Array, Place, Runs, advance, normals
 
 Shape = tuple[int, ...]
+REPLICATED = PartitionSpec()
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Layout:
     shape: Shape
     stored: Shape
     mesh: Mesh | None = None
-    spec: PartitionSpec = PartitionSpec()
+    spec: PartitionSpec = REPLICATED
 
     def zeros(self, slots: int) -> Array:
         """An empty history, made where it will lie."""
@@ -42,15 +43,15 @@ class Layout:
 
     def runs(self, tensor: int) -> Runs:
         """The coordinates that this device holds; inside shard_map where there is a mesh."""
-        local = self.local
         # Along every dimension, the number of this device's block.
         blocks = [jax.lax.axis_index(axes) if axes else 0 for axes in self._axes]
-        return _box(tensor, self.stored, local, blocks)
+        return _box(tensor, self.stored, self.local, blocks)
 
     @property
     def local(self) -> Shape:
         """The shape of what one device holds."""
-        counts = [math.prod(self.mesh.shape[axis] for axis in axes) if self.mesh else 1 for axes in self._axes]
+        sizes = self.mesh.shape if self.mesh is not None else {}
+        counts = [math.prod(sizes[axis] for axis in axes) for axes in self._axes]
         return tuple(size // count for size, count in zip(self.stored, counts, strict=True))
 
     @property
@@ -75,7 +76,7 @@ class Layout:
         """`value` where it may be cut anywhere: with explicit shardings, on every device."""
         if self.mesh is None or not _explicit(self.mesh):
             return value
-        return jax.sharding.reshard(value, NamedSharding(self.mesh, PartitionSpec()))
+        return jax.sharding.reshard(value, NamedSharding(self.mesh, REPLICATED))
 
     def load(self, saved: Any, like: Array) -> Array:
         """`saved` as `save` gives it, laid out like `like`."""
@@ -121,9 +122,8 @@ def white(layouts: Mapping[str, Layout], key: Array, step: Array, rounds: int) -
             return {name: z.reshape(layouts[name].local) for name, z in zip(names, drawn, strict=True)}
 
         specs = {name: layouts[name].spec for name in names}
-        everywhere = PartitionSpec()
         if mesh is not None:
-            here = shard_map(here, mesh=mesh, in_specs=(everywhere,) * 2, out_specs=specs, check_vma=False)
+            here = shard_map(here, mesh=mesh, in_specs=(REPLICATED,) * 2, out_specs=specs, check_vma=False)
         result |= here(key, step)
     empty = {name: jnp.zeros(layouts[name].stored, jnp.float32) for name in layouts if name not in result}
     return result | empty

@@ -19,7 +19,7 @@ _BLOCK = 1 << 14
 
 
 class Table(NamedTuple):
-    """Row k holds for the steps starts[k] ... starts[k + 1] - 1: y = feeds . (z_i, z_{i-1}, ...) + weights . past."""
+    """Row k holds for the steps from starts[k] on: y = feeds . (z_i, z_{i-1}, ...) + weights . past."""
 
     starts: npt.NDArray[np.int32]
     feeds: Float32

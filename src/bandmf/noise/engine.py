@@ -156,7 +156,13 @@ def finite(array: np.ndarray) -> bool:
 
 
 def advance(
-    source: Source, step: Step, tensor: int, history: Float32, prepared: Float32, gradient: np.ndarray, scale: float
+    source: Source,
+    step: Step,
+    tensor: int,
+    history: Float32,
+    prepared: Float32,
+    gradient: np.ndarray,
+    scale: float,
 ) -> None:
     """One step of one flat tensor, chunk by chunk, so that a chunk is read from memory once."""
     for begin, end in chunks(0, gradient.size, Source.CHUNK):
@@ -176,4 +182,3 @@ def advance(
         for slot, decay in enumerate(step.decays):
             history[slot, here] = np.float32(decay) * history[slot, here] + y
         gradient[here] = gradient[here] + np.float32(scale) * y  # in float32 or better, rounded once
-

@@ -59,7 +59,8 @@ class Key:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
             raise FileExistsError(
-                f"path={os.fspath(path)!r}: exists already, and a key is never overwritten; load it or pick another path"
+                f"path={os.fspath(path)!r}: exists already, and a key is never overwritten; "
+                "load it or choose another path"
             ) from None
         with os.fdopen(descriptor, "w") as file:
             file.write(f"{_HEADER} {self._secret.hex()}\n")
@@ -70,7 +71,8 @@ class Key:
         mode = stat.S_IMODE(os.stat(path).st_mode)
         if os.name == "posix" and mode & 0o077:
             raise PermissionError(
-                f"path={os.fspath(path)!r}: mode {mode:04o} lets others read the key; chmod 600 it, or draw a new key"
+                f"path={os.fspath(path)!r}: mode {mode:04o} lets others read the key; "
+                "chmod 600 it, or draw a new key"
             )
         words = Path(path).read_text().split()
         try:

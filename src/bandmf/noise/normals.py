@@ -93,7 +93,7 @@ class Source:
         return z[start - first * GROUP : stop - first * GROUP]
 
     def _box_muller(self, words: Words) -> Float32:
-        """The words of whole groups as normals. In place throughout: this is the hot loop of every CPU step."""
+        """The words of whole groups as normals, in place throughout: the hot loop of every step."""
         n = len(words)
         radius, theta, spare, normals = self._radius[:n], self._theta[:n], self._spare[:n], self._normals[:n]
         high, low, angle = words[:, 0], words[:, 1], words[:, 2]

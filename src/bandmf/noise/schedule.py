@@ -11,7 +11,7 @@ T steps one pass over the history computes what all of it contributes to each of
     prepared[t] = sum_{r > t} -C[i, i-r] / C[i, i] y_{i-r},    i = base + t,   t = 0 ... T-1,
 
 and within those steps only the vectors made since `base` are read. It is Algorithm 1 with its sum regrouped:
-about b/T + T/2 vectors are read per step instead of b, least near T = sqrt(2 b).
+about b/T + T/2 vectors are read per step instead of b.
 
 A second, inner level (`inner` < T) saves most of the T/2: every `inner` steps, while a step has all vectors
 made since `base` at hand for its own sum, it also adds their share to the sums prepared for the next
@@ -47,10 +47,10 @@ class Step:
 
 
 def best_lookahead(bands: int) -> int:
-    """T near sqrt(2 bands), at most 16; 1 (none) where a pass would save nothing."""
+    """T near 2 sqrt(bands), a multiple of four, at most 16; 1 (none) where a pass would save nothing."""
     if bands < 12:
         return 1
-    return min(MAX_LOOKAHEAD, round(math.sqrt(2 * bands)))
+    return min(MAX_LOOKAHEAD, 4 * round(math.sqrt(bands) / 2))
 
 
 class Schedule:
@@ -81,9 +81,8 @@ class Schedule:
 
     def _lookahead(self, wanted: int | None) -> int:
         if not isinstance(self.recurrence, OutputRecurrence):
-            _check.whole("lookahead", 1 if wanted is None else wanted, 1, 1, "1 (only banded C looks ahead)")
-            return 1
-        # A pass may only run as far ahead as the ring is long, or it would need vectors already overwritten.
+            return _check.whole("lookahead", wanted or 1, 1, 1, "1 (only banded C looks ahead)")
+        # A pass may run only as far ahead as the ring is long, or it would need vectors that are gone.
         limit = max(1, min(self.slots, MAX_LOOKAHEAD))
         if wanted is None:
             return min(best_lookahead(self.slots + 1), limit)
@@ -113,10 +112,12 @@ class Schedule:
         """The linear form of step i, if the prepared sums hold all that was made before step `refreshed`."""
         match self.recurrence:
             case OutputRecurrence():
-                return self._ahead(i, refreshed) if self.lookahead > 1 else self._output(i, min(i, self.slots))
+                return (
+                    self._ahead(i, refreshed) if self.lookahead > 1 else self._output(i, min(i, self.slots))
+                )
             case InputRecurrence(row=row):
-                weights = row(i)[: i + 1]
-                return Step(tuple((i - r, float(w)) for r, w in enumerate(weights)), ())
+                weights = row(i)[: i + 1]  # mostly zero for tree aggregation: draw no more than needed
+                return Step(tuple((i - int(r), float(weights[r])) for r in np.flatnonzero(weights)), ())
             case BufferRecurrence(scales=scales, decays=decays):
                 reads = tuple((k, -float(scale)) for k, scale in enumerate(scales))
                 return Step(((i, 1.0),), reads, decays=tuple(float(decay) for decay in decays))

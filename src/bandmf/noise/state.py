@@ -45,7 +45,7 @@ class Identity:
     def expect(self, other: Identity, shapes: bool = False) -> None:
         """Fail, naming the first difference, unless `other` is the same (shapes on request)."""
         remedies = {
-            "specification": "the noise changed between versions; finish the run with the version that began it",
+            "specification": "the noise changed between versions; finish with the version that began the run",
             "rounds": "make the engine with the rounds the run began with",
             "strategy": "the state belongs to another plan; use the engine of that plan",
             "key": "the state was made with another key; load that key, or begin anew with engine.init",

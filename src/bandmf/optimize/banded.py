@@ -21,8 +21,8 @@ from bandmf.optimize.horizon import horizon_columns
 from bandmf.optimize.minimax import Weighted, minimax
 from bandmf.optimize.objectives import Objective, parse
 from bandmf.optimize.solution import Clock, Descent, Solution, Watcher, descend
-from bandmf.optimize.toeplitz import square_root_coefficients
 from bandmf.strategies import Banded, BandedToeplitz
+from bandmf.strategies.square_root import square_root_coefficients
 from bandmf.workloads import Workload
 
 DEFAULT_GAP = {"mean": 1e-4, "weighted": 1e-4, "last": 1e-4, "max": 1e-2}
@@ -127,6 +127,7 @@ class _Search:
 
     def run(self, start: FloatArray, gap: float | None, max_iterations: int) -> Solution:
         gap = _check.real("gap", DEFAULT_GAP[self.goal.name] if gap is None else gap, 0)
+        max_iterations = _check.whole("max_iterations", max_iterations)
         if self.goal.name == "max":
             return self._minimax(start, gap, max_iterations)
         next_check = 50

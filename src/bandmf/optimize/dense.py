@@ -63,6 +63,7 @@ def dense(
     unmasked = bands == steps and epochs == 1
     default = 1e-6 if unmasked and goal.name in ("mean", "weighted") else DEFAULT_GAP[goal.name]
     gap = _check.real("gap", default if gap is None else gap, 0)
+    max_iterations = _check.whole("max_iterations", max_iterations)
     problem = Problem(workload.materialize(), free)
     x = problem.gram_values(horizon_columns(steps, min(bands, length), workloads.prefix(steps)))
 
@@ -185,9 +186,12 @@ def fixed_point(
     for iteration in range(1, max_iterations + 1):
         s = np.sqrt(v)
         spectrum, basis = eigh(s[:, None] * G * s)
-        roots = np.sqrt(np.maximum(spectrum, 0))
+        spectrum = np.maximum(spectrum, 0)
+        lower = 2 * float(np.sum(np.sqrt(spectrum))) - float(np.sum(v))
+        roots = np.sqrt(
+            spectrum + 1e-14 * spectrum[-1]
+        )  # a singular workload (a last rate of zero) is no harm
         R = (basis * roots) @ basis.T
-        lower = 2 * float(np.sum(roots)) - float(np.sum(v))
         v = np.diag(R).copy()
         norm = np.sqrt(v)  # of the columns of C V^1/2; dividing by it makes X_ii one
         inverse = (basis / roots) @ basis.T

@@ -14,11 +14,12 @@ import numpy as np
 
 from bandmf import _check, workloads
 from bandmf._check import FloatArray
-from bandmf.error import rmse
+from bandmf.error import per_step_error, rmse
 from bandmf.optimize.objectives import Objective, parse
 from bandmf.optimize.solution import Clock, Descent, Solution, Watcher, descend
 from bandmf.response import first_terms
 from bandmf.strategies import BandedToeplitz
+from bandmf.strategies.square_root import square_root_coefficients
 from bandmf.toeplitz_error import ToeplitzError, mean_weights
 from bandmf.workloads import Workload
 
@@ -51,6 +52,7 @@ def banded_toeplitz(
     workload = workloads.prefix(steps) if workload is None else workload
     workload.require_steps(steps)
     mode = _check.choice("normalize_columns", normalize_columns, NORMALIZE)
+    terms = None if terms is None else _check.whole("terms", terms)
     goal = parse(objective, steps)
     _require_toeplitz(workload, mode)
     family = _Family(workload, goal, False, terms)
@@ -75,12 +77,6 @@ def banded_toeplitz(
         converged=descent.converged,
         message=descent.message,
     )
-
-
-def square_root_coefficients(count: int) -> FloatArray:
-    """1, 1/2, 3/8, 5/16, ...: the power series of (1 - x)^(-1/2), which FHU and banded square root use."""
-    k = np.arange(1, count)
-    return np.concatenate([[1.0], np.cumprod((2 * k - 1) / (2 * k))])
 
 
 def _require_toeplitz(workload: Workload, mode: bool | str) -> None:
@@ -134,9 +130,14 @@ class _Family:
 
     def exact_objective(self, strategy: BandedToeplitz) -> float:
         """The root of the objective at the strategy as it will be used, with nothing cut off or smoothed."""
-        normalize = strategy.normalize_columns and self.workload.inverse_columns is not None
-        error = ToeplitzError(strategy.coefficients, self.workload, normalize)
-        return math.sqrt(error.maximum() if self.goal.name == "max" else _aggregate(error, self.goal)[0])
+        error = strategy.closed_error(self.workload)
+        if error is None:
+            return math.sqrt(self.goal.value(per_step_error(strategy, self.workload)))
+        if self.goal.name == "max":
+            return math.sqrt(error.maximum())
+        if self.goal.name == "last":
+            return math.sqrt(error.tail[-1] if len(error.tail) else error.last_of_head())
+        return math.sqrt(_aggregate(error, self.goal)[0])
 
 
 def _aggregate(error: ToeplitzError, goal: Objective) -> tuple[float, FloatArray, float, FloatArray]:

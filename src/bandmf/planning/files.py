@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from bandmf import participation, strategies
 from bandmf.strategies import BandedToeplitz, Identity, Strategy
-
-if TYPE_CHECKING:
-    from bandmf.planning.plans import Plan
 
 SCHEMA = 1
 _INLINE = 4096  # coefficients that still go into the JSON itself
@@ -24,18 +21,22 @@ _PLAIN = (
 )
 
 
-def to_dict(plan: Plan) -> dict[str, Any]:
-    """All that defines a plan, as plain JSON values."""
-    taking_part = plan.participation
-    best = plan.best_without_memory_limit
+def to_dict(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """All that defines a plan, from its fields, as plain JSON values."""
+    taking_part, best = fields["participation"], fields["best_without_memory_limit"]
     return {
         "schema": SCHEMA,
-        **{name: getattr(plan, name) for name in _PLAIN},
+        **{name: fields[name] for name in _PLAIN},
         "participation": taking_part and {"kind": type(taking_part).__name__, **vars(taking_part)},
-        "candidates": [list(candidate) for candidate in plan.candidates],
+        "candidates": [list(candidate) for candidate in fields["candidates"]],
         "best_without_memory_limit": best and list(best),
-        "strategy": _strategy_to_dict(plan.strategy),
+        "strategy": _strategy_to_dict(fields["strategy"]),
     }
+
+
+def digest(contents: Mapping[str, Any]) -> str:
+    """SHA-256 of the canonical JSON."""
+    return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
 
 
 def _strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
@@ -52,12 +53,12 @@ def _strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
     return {"kind": "file", "steps": strategy.steps, "sha256": hashlib.sha256(contents).hexdigest()}
 
 
-def save(plan: Plan, path: Path) -> Path:
-    """Write the plan, and its strategy beside it when that is large."""
-    contents = to_dict(plan)
+def save(fields: Mapping[str, Any], path: Path) -> Path:
+    """Write the plan with these fields, and its strategy beside it when that is large."""
+    contents = to_dict(fields)
     if contents["strategy"]["kind"] == "file":
-        strategies.save(plan.strategy, _beside(path))
-    path.write_text(json.dumps({**contents, "digest": plan.digest}, indent=1) + "\n")
+        strategies.save(fields["strategy"], _beside(path))
+    path.write_text(json.dumps({**contents, "digest": digest(contents)}, indent=1) + "\n")
     return path
 
 
@@ -74,18 +75,13 @@ def load(path: Path) -> dict[str, Any]:
     if not isinstance(contents, dict) or contents.get("schema") != SCHEMA:
         found = contents.get("schema") if isinstance(contents, dict) else None
         raise ValueError(f"path={str(path)!r}: plan schema {found} is unknown; this version reads {SCHEMA}")
-    digest = contents.pop("digest", None)
-    if hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest() != digest:
+    if contents.pop("digest", None) != digest(contents):
         raise ValueError(f"path={str(path)!r}: its digest does not match; it was changed after it was saved")
     fields = {name: contents[name] for name in _PLAIN}
     fields["strategy"] = _strategy_from(contents["strategy"], path)
     fields["participation"] = _participation_from(contents["participation"])
-    from bandmf.planning.plans import Candidate
-
-    fields["candidates"] = tuple(Candidate(*values) for values in contents["candidates"])
-    best = contents["best_without_memory_limit"]
-    fields["best_without_memory_limit"] = best and Candidate(*best)
-    _account_again(fields, path)
+    fields["candidates"] = contents["candidates"]
+    fields["best_without_memory_limit"] = contents["best_without_memory_limit"]
     return fields
 
 
@@ -108,16 +104,3 @@ def _participation_from(contents: dict[str, Any] | None) -> participation.Partic
         raise ValueError(f"participation={contents['kind']!r}: must be one of {', '.join(sorted(kinds))}")
     arguments = {name: value for name, value in contents.items() if name != "kind"}
     return getattr(participation, contents["kind"])(**arguments)
-
-
-def _account_again(fields: dict[str, Any], path: Path) -> None:
-    """A digest proves that nothing changed by accident; this, that the numbers mean what they say."""
-    from bandmf.planning.plans import Plan
-    from bandmf.planning.setting import spent
-
-    plan = Plan(**fields)
-    found = spent(plan)
-    if not found <= plan.epsilon * (1 + 1e-9) or math.isnan(found):
-        raise ValueError(
-            f"path={str(path)!r}: claims epsilon={plan.epsilon:g}, but the accountant finds {found:.6g}"
-        )

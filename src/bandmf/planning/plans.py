@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +10,8 @@ from typing import Any, NamedTuple
 from bandmf import accounting
 from bandmf.participation import Participation
 from bandmf.planning import files
+from bandmf.planning.events import privacy_events, sampling_probability
+from bandmf.planning.explain import explain
 from bandmf.sensitivities import sensitivity
 from bandmf.strategies import Strategy
 
@@ -108,14 +108,27 @@ class Plan:
     @property
     def digest(self) -> str:
         """SHA-256 of all that defines the plan: equal for equal plans, on any machine."""
-        text = json.dumps(files.to_dict(self), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return files.digest(files.to_dict(vars(self)))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self.digest == other.digest
 
     def __hash__(self) -> int:
         return hash(self.digest)
+
+    def spent(self) -> float:
+        """The epsilon of the whole run, by the accountant, from the plan's primary quantities alone."""
+        if self.participation is not None:
+            return accounting.epsilon(self.noise_multiplier, self.delta, 1.0, 1, adjacency=self.adjacency)
+        return self.spent_after(self.steps)
+
+    def spent_after(self, steps: int) -> float:
+        """The epsilon of the first so many steps of an amplified run."""
+        assert self.examples is not None
+        events = privacy_events(
+            steps, self.bands, self.batch_size, self.examples, self.adjacency, self.max_batch_size
+        )
+        return max(accounting.epsilon(self.noise_multiplier, self.delta, **event) for event in events)
 
     def epsilon_for(self, participation: Participation) -> float:
         """What an unamplified run has spent, after the fact, when users took part as given here."""
@@ -129,17 +142,25 @@ class Plan:
 
     def save(self, path: str | Path) -> Path:
         """Write the plan as JSON (a large strategy goes into a file beside it)."""
-        return files.save(self, Path(path))
+        return files.save(vars(self), Path(path))
 
     @staticmethod
     def load(path: str | Path) -> Plan:
         """Read a plan; refuses a tampered or unknown file, and runs the accountant again."""
-        return Plan(**files.load(Path(path)))
+        fields = files.load(Path(path))
+        best = fields["best_without_memory_limit"]
+        fields["best_without_memory_limit"] = best and Candidate(*best)
+        fields["candidates"] = tuple(Candidate(*values) for values in fields["candidates"])
+        plan = Plan(**fields)
+        # A digest proves that nothing changed by accident; this, that the numbers mean what they say.
+        if not (found := plan.spent()) <= plan.epsilon * (1 + 1e-9):
+            raise ValueError(
+                f"path={str(path)!r}: claims epsilon={plan.epsilon:g}, but the accountant finds {found:.6g}"
+            )
+        return plan
 
     def explain(self) -> str:
         """In words and numbers: what is guaranteed, to whom, under which sampling, what must not change."""
-        from bandmf.planning.explain import explain
-
         return explain(self)
 
     def summary(self) -> dict[str, Any]:
@@ -149,12 +170,6 @@ class Plan:
             "sampling_probability rounds rmse mean_rmse memory rule_of_thumb workload digest"
         )
         return {name: getattr(self, name) for name in names.split()}
-
-
-def sampling_probability(bands: int, batch_size: float, examples: int | None) -> float:
-    """bands * batch_size / examples, at most one."""
-    assert examples is not None
-    return min(1.0, bands * batch_size / examples)
 
 
 def noise_memory(bands: int, parameters: int | None, devices: int) -> float | None:

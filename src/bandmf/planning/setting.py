@@ -10,7 +10,8 @@ from bandmf import _check, accounting
 from bandmf.error import rmse
 from bandmf.optimize import banded_toeplitz
 from bandmf.participation import Participation
-from bandmf.planning.plans import BYTES_PER_NUMBER, Candidate, Plan, noise_memory, sampling_probability
+from bandmf.planning.events import privacy_events
+from bandmf.planning.plans import BYTES_PER_NUMBER, Candidate, Plan, noise_memory
 from bandmf.strategies import Strategy
 from bandmf.workloads import Workload
 
@@ -135,39 +136,3 @@ class Setting:
             candidates=tuple(self.weighed[bands] for bands in sorted(self.weighed)),
             best_without_memory_limit=self.best_without_limit,
         )
-
-
-def privacy_events(
-    steps: int, bands: int, batch_size: float, examples: int, adjacency: str, max_batch_size: int | None
-) -> list[dict[str, Any]]:
-    """What the accountant must know of cyclic Poisson sampling with this many bands; the worst case counts.
-
-    There is more than one case only with a cap on the batch, whose cost depends on the size of the parts.
-    """
-    event: dict[str, Any] = {
-        "sampling_probability": sampling_probability(bands, batch_size, examples),
-        "rounds": -(-steps // bands),
-        "adjacency": adjacency,
-    }
-    if max_batch_size is None:
-        return [event]
-    if bands > 1 and adjacency == "add-remove":
-        raise _check.fail(
-            "max_batch_size",
-            max_batch_size,
-            "with several bands, needs parts of known size, which adjacency='add-remove' does not have",
-            "use adjacency='zero-out', or bands=1",
-        )
-    sizes = {examples // bands, -(-examples // bands)}
-    return [{**event, "max_batch_size": max_batch_size, "examples": size} for size in sorted(sizes)]
-
-
-def spent(plan: Plan) -> float:
-    """The epsilon of a plan, by the accountant, from its primary quantities alone."""
-    if plan.participation is not None:
-        return accounting.epsilon(plan.noise_multiplier, plan.delta, 1.0, 1, adjacency=plan.adjacency)
-    assert plan.examples is not None
-    events = privacy_events(
-        plan.steps, plan.bands, plan.batch_size, plan.examples, plan.adjacency, plan.max_batch_size
-    )
-    return max(accounting.epsilon(plan.noise_multiplier, plan.delta, **event) for event in events)

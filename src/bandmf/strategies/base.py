@@ -5,11 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
+from scipy import sparse
 
 from bandmf._check import FloatArray
 from bandmf.streaming import StreamingOperator
+from bandmf.toeplitz_error import ToeplitzError
+from bandmf.workloads import Workload
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,14 @@ class BufferRecurrence:
 
 
 Recurrence = OutputRecurrence | InputRecurrence | BufferRecurrence
+
+
+class ClosedError(Protocol):
+    """Squared errors of a strategy on a workload, each figure at its own price."""
+
+    def per_step(self) -> FloatArray: ...
+    def mean(self) -> float: ...
+    def maximum(self) -> float: ...
 
 
 class Strategy(ABC):
@@ -83,6 +95,32 @@ class Strategy(ABC):
         norms = self.column_norms()
         return bool(norms.max() - norms.min() <= 1e-15 * norms.max())
 
+    def toeplitz(self) -> FloatArray | None:
+        """The first column where C is plain Toeplitz, without any zeros at its end; else None."""
+        return None
+
+    def spaced_norm(self, separation: int, count: int) -> float | None:
+        """|sum of columns 0, s, 2 s, ...|: the worst pattern where C is Toeplitz with coefficients that are
+        non-negative and do not increase; None where it is not."""
+        theta = self.toeplitz()
+        falling = None if theta is None else falling_coefficients(theta)
+        return None if falling is None else spaced_toeplitz_norm(falling, self.steps, separation, count)
+
+    def nonnegative(self) -> sparse.csc_array | None:
+        """C as a sparse matrix where it has few entries and none is negative; else None."""
+        return None
+
+    def separated_bound(self, separation: int, count: int) -> float | None:
+        """An upper bound on the sensitivity that this family knows of itself, or None."""
+        return None
+
+    def closed_error(self, workload: Workload) -> ClosedError | None:
+        """The error without a recursion over all steps, where this family and this workload allow it."""
+        theta = self.toeplitz()
+        if theta is None or workload.coefficients is None:
+            return None
+        return ToeplitzError(theta, workload, normalize=False)
+
     def materialize(self) -> FloatArray:
         """C as a steps x steps matrix: for small sizes."""
         columns = self.columns()
@@ -99,3 +137,21 @@ def rows_from_columns(columns: FloatArray, i: int) -> FloatArray:
     reach = min(bands, i + 1)
     row[:reach] = columns[i - np.arange(reach), np.arange(reach)]
     return row
+
+
+def falling_coefficients(theta: FloatArray) -> FloatArray | None:
+    """The least non-increasing, non-negative sequence above theta, where theta is that itself to rounding."""
+    majorant = np.maximum.accumulate(np.maximum(theta, 0.0)[::-1])[::-1]
+    return majorant if np.all(majorant - theta <= 1e-15 * np.abs(theta).max()) else None
+
+
+def spaced_toeplitz_norm(theta: FloatArray, steps: int, separation: int, count: int) -> float:
+    """|sum of columns 0, s, 2 s, ...| of the Toeplitz matrix with these coefficients, in O(steps)."""
+    length = min(steps, (count - 1) * separation + len(theta))
+    padded = np.zeros(-(-length // separation) * separation)
+    padded[: len(theta)] = theta[:length]
+    # Row m holds steps m s ... (m + 1) s - 1: running sums down the rows add up one column after another.
+    total = np.cumsum(padded.reshape(-1, separation), axis=0)
+    if len(total) > count:
+        total[count:] -= total[:-count].copy()
+    return float(np.linalg.norm(total.ravel()[:length]))

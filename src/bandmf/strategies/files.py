@@ -10,8 +10,12 @@ import numpy as np
 
 from bandmf.strategies.banded import Banded
 from bandmf.strategies.base import Strategy
+from bandmf.strategies.buffered import BufferedToeplitz
 from bandmf.strategies.dense import Dense
+from bandmf.strategies.inverse import BandedInverse
+from bandmf.strategies.stamping import Stamped
 from bandmf.strategies.toeplitz import BandedToeplitz, Identity
+from bandmf.strategies.tree import OnlineTree
 
 _SCHEMA = 1
 
@@ -42,6 +46,19 @@ def _contents(strategy: Strategy) -> dict[str, np.ndarray]:
         return {"dense": strategy.matrix}
     if isinstance(strategy, Banded):
         return {"banded": strategy.compact}
+    if isinstance(strategy, BufferedToeplitz):
+        return {
+            "scales": strategy.scales,
+            "decays": strategy.decays,
+            "buffered": np.array(strategy.steps),
+        }
+    if isinstance(strategy, BandedInverse):
+        return {"inverse": strategy.inverse_coefficients, "steps": np.array(strategy.steps)}
+    if isinstance(strategy, OnlineTree):
+        return {"tree": np.array(strategy.steps)}
+    if isinstance(strategy, Stamped):
+        epoch = {f"epoch.{name}": value for name, value in _contents(strategy.epoch).items()}
+        return {"epochs": np.array(strategy.epochs), **epoch}
     raise ValueError(f"strategy={strategy!r}: this family cannot be saved")
 
 
@@ -55,11 +72,26 @@ def load(path: str | Path) -> Strategy:
     schema = contents.pop("schema", None)
     if schema is None or int(schema) != _SCHEMA:
         raise ValueError(f"path={str(path)!r}: schema {schema} is unknown; this version reads {_SCHEMA}")
-    if "identity" in contents:
-        return Identity(int(contents["identity"]))
-    if "toeplitz" in contents:
-        steps, normalize = contents["flags"]
-        return BandedToeplitz(contents["toeplitz"], int(steps), bool(normalize))
-    if "dense" in contents:
-        return Dense(contents["dense"])
-    return Banded(contents["banded"])
+    return _strategy(contents, path)
+
+
+def _strategy(contents: dict[str, np.ndarray], path: str | Path) -> Strategy:
+    match contents:
+        case {"identity": steps}:
+            return Identity(int(steps))
+        case {"toeplitz": theta, "flags": flags}:
+            return BandedToeplitz(theta, int(flags[0]), bool(flags[1]))
+        case {"dense": matrix}:
+            return Dense(matrix)
+        case {"banded": columns}:
+            return Banded(columns)
+        case {"buffered": steps, "scales": scales, "decays": decays}:
+            return BufferedToeplitz(scales, decays, int(steps))
+        case {"inverse": coefficients, "steps": steps}:
+            return BandedInverse(coefficients, int(steps))
+        case {"tree": steps}:
+            return OnlineTree(int(steps))
+        case {"epochs": epochs}:
+            inner = {n.removeprefix("epoch."): v for n, v in contents.items() if n.startswith("epoch.")}
+            return Stamped(_strategy(inner, path), int(epochs))
+    raise ValueError(f"path={str(path)!r}: not a strategy file of bandmf, or damaged")

@@ -15,6 +15,8 @@ from bandmf import _check
 from bandmf._check import FloatArray, IntArray
 from bandmf.strategies.base import OutputRecurrence, Strategy
 from bandmf.streaming import StreamingOperator, banded_inverse
+from bandmf.toeplitz_error import ToeplitzError
+from bandmf.workloads import Workload
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -64,6 +66,14 @@ class BandedToeplitz(Strategy):
     def equal_column_norms(self) -> bool:
         return self.normalize_columns or self.bands == 1
 
+    def toeplitz(self) -> FloatArray | None:
+        return None if self.normalize_columns else self.coefficients
+
+    def closed_error(self, workload: Workload) -> ToeplitzError | None:
+        if workload.coefficients is None or (self.normalize_columns and workload.inverse_columns is None):
+            return None
+        return ToeplitzError(self.coefficients, workload, self.normalize_columns)
+
     def _norms(self, j: IntArray) -> FloatArray:
         """Norms of columns j before any normalisation."""
         cumulative = np.sqrt(np.cumsum(self.coefficients**2))
@@ -100,6 +110,9 @@ class Identity(Strategy):
 
     def equal_column_norms(self) -> bool:
         return True
+
+    def toeplitz(self) -> FloatArray:
+        return np.ones(1)
 
     def columns(self, start: int = 0, stop: int | None = None) -> FloatArray:
         return np.ones((len(range(self.steps)[start:stop]), 1))

@@ -102,6 +102,7 @@ class PerExample:
         loss_reduction: str,
     ) -> None:
         self._parameters, self._per_layer = parameters, per_layer
+        self._mean, self._compared = loss_reduction == "mean", False
         # Per layer, each parameter has an equal share; the norms of all add up to clip_norm in squares.
         self._limit = clip_norm / math.sqrt(len(parameters)) if per_layer else clip_norm
         self._hooks = GradSampleHooks(model, loss_reduction=loss_reduction, force_functorch=functorch)
@@ -109,7 +110,10 @@ class PerExample:
     @torch.no_grad()
     def add_to(self, sums: dict[str, Tensor], rows: int, valid: int) -> None:
         samples = {name: _gradients(name, p, rows) for name, p in self._parameters.items()}
-        used = {name: sample[:valid] for name, sample in samples.items() if sample is not None}
+        whole = {name: sample for name, sample in samples.items() if sample is not None}
+        if not self._compared:
+            self._compare(whole)
+        used = {name: sample[:valid] for name, sample in whole.items()}
         if not used:
             raise RuntimeError(
                 "no per-example gradients: call model.train(), and loss.backward() before optimizer.step()"
@@ -123,6 +127,15 @@ class PerExample:
             factor = clip_factor(norms[name], self._limit).to(sample.device)
             total = sums[name]
             total += torch.einsum("i,i...", factor.to(total.dtype), sample.to(total.dtype)).view_as(total)
+
+    def _compare(self, samples: dict[str, Tensor]) -> None:
+        """Once: per-example gradients must add up to autograd's, or a use of the parameter was not seen."""
+        for name, sample in samples.items():
+            gradient = self._parameters[name].grad
+            total = sample.sum(0) / (len(sample) if self._mean else 1)
+            if gradient is not None and not _close(total, gradient):
+                raise _used_outside(name)
+        self._compared = bool(samples)
 
     def clear(self) -> None:
         for parameter in self._parameters.values():
@@ -140,14 +153,24 @@ def _gradients(name: str, parameter: nn.Parameter, rows: int) -> Tensor | None:
         raise RuntimeError("optimizer.step() must follow every backward pass; batches are accumulated there")
     if samples is None:
         if parameter.grad is not None:
-            raise RuntimeError(
-                f"{name!r} has a gradient but no per-example gradients: it is used outside the layer that owns "
-                "it, where Opacus cannot see it; call the layer itself, or freeze the parameter"
-            )
+            raise _used_outside(name)
         return None
     if len(samples) != rows:
         raise _wrong_rows(name, len(samples), rows)
     return samples
+
+
+def _used_outside(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{name!r}: its per-example gradients do not add up to its gradient: it is used outside the layer that "
+        "owns it, where Opacus cannot see it; call the layer itself, or freeze the parameter"
+    )
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    """Up to rounding, generously: what is looked for is a missing term. NaN is another check's business."""
+    error, size = (found - expected).float().norm(), expected.float().norm()
+    return not bool(error > 0.05 * size + 1e-6)
 
 
 def _wrong_rows(name: str, found: int, rows: int) -> RuntimeError:

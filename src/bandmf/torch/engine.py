@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,11 +76,10 @@ class Engine:
 
     def init(self, shapes: Mapping[str, Any], device: torch.device | str = "cpu") -> State:
         """The state before the first step. `device` is for tensors that are given by their shape alone."""
-        identity = self._identity.with_shapes({name: tuple(getattr(v, "shape", v)) for name, v in shapes.items()})
+        sizes = {name: tuple(getattr(given, "shape", given)) for name, given in shapes.items()}
+        identity = self._identity.with_shapes(sizes)
         device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
-        parts = {
-            name: shards.part_of(name, shapes[name], device, self._group) for name in identity.tensors
-        }
+        parts = {name: shards.part_of(name, shapes[name], device, self._group) for name in identity.tensors}
         if self._group is not None or any(part.mesh is not None for part in parts.values()):
             shards.check_same_key(self.key, self._group)
         ahead = self.schedule.vectors - self.schedule.slots
@@ -154,9 +152,25 @@ class Engine:
                 name, gradient.shape, part.shape, gradient.dtype, state.dtypes.get(name), DTYPES
             )
             if gradient.device != part.device:
-                raise _check.fail(f"gradients[{name!r}].device", str(gradient.device), f"must be {part.device}")
+                raise _check.fail(
+                    f"gradients[{name!r}].device", str(gradient.device), f"must be {part.device}"
+                )
         if self._check_finite:
-            _check_finite({name: shards.local(gradients[name]) for name in state.parts})
+            self._refuse_non_finite(state, gradients)
+
+    def _refuse_non_finite(self, state: State, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Fail if a gradient holds NaN or infinity; at most one synchronisation per device."""
+        flags: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+        for name, part in state.parts.items():
+            gradient = shards.local(gradients[name])
+            if gradient.numel():
+                flag = self._executor(part).all_finite(gradient)
+                flags.setdefault(part.device, []).append((name, flag))
+        for named in flags.values():
+            verdicts = torch.stack([flag for _, flag in named]).tolist()
+            for (name, _), good in zip(named, verdicts, strict=True):
+                if not good:
+                    raise checks.not_finite(name)
 
     def state_dict(self, state: State, copy: bool = True) -> dict[str, Any]:
         """What a restart needs. The key is not in it, only its fingerprint.
@@ -208,23 +222,6 @@ def _local_history(name: str, state: State, saved: torch.Tensor) -> torch.Tensor
         return mine
     places = torch.from_numpy(part.region.coordinates(0, part.region.size))
     return flat[:, places.to(flat.device)].to(mine.device)
-
-
-def _check_finite(gradients: Mapping[str, torch.Tensor]) -> None:
-    """Fail, before anything is changed, if a gradient holds NaN or infinity; one synchronisation in all."""
-    filled = [name for name, gradient in gradients.items() if gradient.numel()]
-    finite = [torch.isfinite(_extreme(gradients[name])).all() for name in filled]
-    verdicts = torch.stack([flag.to(finite[0].device) for flag in finite]).tolist() if finite else []
-    for name, good in zip(filled, verdicts, strict=True):
-        if not good:
-            raise checks.not_finite(name)
-
-
-def _extreme(gradient: torch.Tensor) -> torch.Tensor:
-    """Finite if and only if all entries are, without memory of the gradient's size; the faster on each device."""
-    if gradient.device.type == "cpu":
-        return torch.stack(torch.aminmax(gradient))
-    return torch.linalg.vector_norm(gradient, math.inf)
 
 
 def _has_triton() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -36,9 +37,10 @@ class GhostCriterion:
     """A criterion that gives one loss per example: that of `criterion` with reduction "none", averaged within."""
 
     def __init__(self, criterion: Callable[..., Tensor], run: Run) -> None:
-        self._criterion, self._run = criterion, run
         if hasattr(criterion, "reduction"):
-            criterion.reduction = "none"
+            criterion = copy.copy(criterion)
+            criterion.reduction = "none"  # type: ignore[attr-defined]
+        self._criterion, self._run = criterion, run
 
     def __call__(self, *arguments: Any, **named: Any) -> GhostLoss:
         losses = self._criterion(*arguments, **named)

@@ -107,6 +107,15 @@ class Kernels:
                 num_stages=4 if tile == 16 else 3,
             )
 
+    def all_finite(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Whether every entry is, in one read."""
+        bad = torch.zeros((), dtype=torch.int32, device=self._device)
+        with self._on_device():
+            finite_kernel[(triton.cdiv(gradient.numel(), 4096),)](
+                gradient.contiguous(), bad, gradient.numel(), COUNT=4096, num_warps=4
+            )
+        return bad == 0
+
     def _on_device(self) -> Any:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
@@ -114,10 +123,11 @@ class Kernels:
         """Slots and all weights of a step as one small int32 matrix; uploaded once for all tensors."""
         if self._uploaded is None or self._uploaded[0] is not step:
             width = max(1, len(step.reads), len(step.draws), len(step.decays))
-            table = np.zeros((4 + MAX_FORWARD, width), np.int32)
+            table = np.zeros((5 + MAX_FORWARD, width), np.int32)
             table[0, : len(step.reads)] = [slot for slot, _ in step.reads]
-            rows = [weight for _, weight in step.reads], step.decays, [feed for _, feed in step.draws]
-            for row, values in enumerate((*rows, *step.forward), start=1):
+            table[1, : len(step.draws)] = [step.draws[0][0] - drawn for drawn, _ in step.draws]
+            floats = [weight for _, weight in step.reads], step.decays, [feed for _, feed in step.draws]
+            for row, values in enumerate((*floats, *step.forward), start=2):
                 table[row, : len(values)] = np.asarray(values, np.float32).view(np.int32)
             self._uploaded = step, self._upload(table)
         return self._uploaded[1]
@@ -170,22 +180,25 @@ def step_kernel(
     if AHEAD:
         y += tl.load(prepared + place, mask=inside, other=0.0)
     if FORWARD:
-        y += _read_forward(prepared, history, table, stride, prepared_stride, width, reads, forward, place, inside)
+        y += _read_forward(
+            prepared, history, table, stride, prepared_stride, width, reads, forward, place, inside
+        )
     else:
-        for k in range(0, reads):
+        for k in range(reads):
             slot = tl.load(table + k).to(tl.int64)
-            weight = _float(table + width + k)
+            weight = _float(table + 2 * width + k)
             y += weight * tl.load(history + slot * stride + place, mask=inside, other=0.0)
     group = first_group + program * GROUPS
-    y += _float(table + 3 * width) * _draw(key, group, step, tensor, ROUNDS, GROUPS)
+    y += _float(table + 4 * width) * _draw(key, group, step, tensor, ROUNDS, GROUPS)
     if REDRAW:
         for k in range(1, draws):
-            y += _float(table + 3 * width + k) * _draw(key, group, step - k, tensor, ROUNDS, GROUPS)
+            ago = tl.load(table + width + k)
+            y += _float(table + 4 * width + k) * _draw(key, group, step - ago, tensor, ROUNDS, GROUPS)
     if store >= 0:
         tl.store(history + store.to(tl.int64) * stride + place, y, mask=inside)
-    for k in range(0, decays):
+    for k in range(decays):
         buffer = history + tl.cast(k, tl.int64) * stride + place
-        decayed = _float(table + 2 * width + k) * tl.load(buffer, mask=inside, other=0.0)
+        decayed = _float(table + 3 * width + k) * tl.load(buffer, mask=inside, other=0.0)
         tl.store(buffer, decayed + y, mask=inside)
     old = tl.load(gradient + place, mask=inside, other=0.0)
     if old.dtype == tl.float64:
@@ -196,22 +209,20 @@ def step_kernel(
 
 
 @triton.jit
-def _read_forward(
-    prepared, history, table, stride, prepared_stride, width, reads, forward, place, inside
-):  # fmt: skip
+def _read_forward(prepared, history, table, stride, prepared_stride, width, reads, forward, place, inside):
     """The sum of this step's reads; their shares in the next steps go to the next rows of `prepared`."""
     prepared_stride = tl.cast(prepared_stride, tl.int64)  # three times it may pass 2^31
     sum0 = tl.zeros(place.shape, tl.float32)
     sum1 = tl.zeros(place.shape, tl.float32)
     sum2 = tl.zeros(place.shape, tl.float32)
     sum3 = tl.zeros(place.shape, tl.float32)
-    for k in range(0, reads):
+    for k in range(reads):
         slot = tl.load(table + k).to(tl.int64)
         past = tl.load(history + slot * stride + place, mask=inside, other=0.0)
-        sum0 += _float(table + width + k) * past
-        sum1 += _float(table + 4 * width + k) * past
-        sum2 += _float(table + 5 * width + k) * past
-        sum3 += _float(table + 6 * width + k) * past
+        sum0 += _float(table + 2 * width + k) * past
+        sum1 += _float(table + 5 * width + k) * past
+        sum2 += _float(table + 6 * width + k) * past
+        sum3 += _float(table + 7 * width + k) * past
     _accumulate(prepared + prepared_stride + place, sum1, inside)
     if forward > 1:
         _accumulate(prepared + 2 * prepared_stride + place, sum2, inside)
@@ -255,6 +266,18 @@ def pass_kernel(
 
 
 @triton.jit
+def finite_kernel(values, bad, size, COUNT: tl.constexpr):
+    """bad = 1 if any value is NaN or infinite."""
+    place = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
+    value = tl.load(values + place, mask=place < size, other=0.0)
+    if value.dtype != tl.float64:
+        value = value.to(tl.float32)
+    wrong = tl.max(((value - value) != 0.0).to(tl.int32))  # infinity - infinity is NaN, and NaN != 0
+    if wrong > 0:
+        tl.store(bad, 1)
+
+
+@triton.jit
 def _accumulate(target, term, inside):
     tl.store(target, tl.load(target, mask=inside, other=0.0) + term, mask=inside)
 
@@ -285,7 +308,9 @@ def _cos_sin(t):
     x = (t - 0.5 * quarter) * 3.141592653589793
     s = x * x
     sine = x + x * s * (-0.16666667 + s * (0.008333333 + s * (-0.0001984127 + s * 2.7557319e-06)))
-    cosine = 1.0 + s * (-0.5 + s * (0.041666668 + s * (-0.0013888889 + s * (2.4801588e-05 - s * 2.755732e-07))))
+    cosine = 1.0 + s * (
+        -0.5 + s * (0.041666668 + s * (-0.0013888889 + s * (2.4801588e-05 - s * 2.755732e-07)))
+    )
     turns = quarter.to(tl.int32) & 3
     odd = (turns & 1) == 1
     c = tl.where(odd, sine, cosine)
@@ -310,7 +335,7 @@ def _words(key, counter, n0, n1, n2, ROUNDS: tl.constexpr):
     x4, x5, x6, x7 = zero + k0, zero + k1, zero + k2, zero + k3
     x8, x9, x10, x11 = zero + k4, zero + k5, zero + k6, zero + k7
     x12, x13, x14, x15 = counter, zero + n0, zero + n1, zero + n2
-    for _ in range(0, ROUNDS // 2):
+    for _ in range(ROUNDS // 2):
         x0, x4, x8, x12 = _quarter_round(x0, x4, x8, x12)
         x1, x5, x9, x13 = _quarter_round(x1, x5, x9, x13)
         x2, x6, x10, x14 = _quarter_round(x2, x6, x10, x14)

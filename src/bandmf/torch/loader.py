@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from bandmf import _check
 from bandmf.torch.run import Piece, Run
@@ -44,11 +44,8 @@ class Loader:
         run = self._run
         run.abandon()
         end = min(run.plan.steps, (run.step // self.epoch_steps + 1) * self.epoch_steps)
-        source = (
-            self._from_map(run.step, end)
-            if hasattr(self.dataset, "__getitem__")
-            else self._from_stream(run.step, end)
-        )
+        streams = isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__getitem__")
+        source = (self._from_stream if streams else self._from_map)(run.step, end)
         for piece in self.pieces(run.step, end):
             run.check_consumed()
             if piece.first:

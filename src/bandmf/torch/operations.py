@@ -70,6 +70,11 @@ class Operations:
             weights = torch.from_numpy(matrix).to(self._device)
             torch.mm(weights, history[: matrix.shape[1]], out=prepared)
 
+    @staticmethod
+    def all_finite(gradient: torch.Tensor) -> torch.Tensor:
+        """Whether every entry is; min and max pass NaN on, and need no memory of the gradient's size."""
+        return torch.isfinite(torch.stack(torch.aminmax(gradient))).all()
+
     def _white(self, step: Step, tensor: int, region: Region, begin: int, end: int) -> torch.Tensor:
         """The sum of the step's draws: scratch, which may be overwritten."""
         (drawn, feed), *more = step.draws

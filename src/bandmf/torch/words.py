@@ -41,7 +41,9 @@ def fill(
 
 def key_words(secret: bytes, device: torch.device) -> torch.Tensor:
     """The key as eight int32 numbers on a device."""
-    return torch.tensor([_signed(word) for word in chacha.key_words(secret)], dtype=torch.int32, device=device)
+    return torch.tensor(
+        [_signed(word) for word in chacha.key_words(secret)], dtype=torch.int32, device=device
+    )
 
 
 def _signed(word: int) -> int:

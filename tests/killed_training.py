@@ -1,0 +1,111 @@
+"""Trains in child processes and kills them with SIGKILL, in chosen places and at random moments.
+
+    python killed_training.py FOLDER KILLS
+
+The children are forked, so that torch is imported once. One run is left alone.
+Prints the number of kills in each place as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from bandmf import ledger
+from bandmf.noise import Key
+from bandmf.torch import checkpoint, clipping, make_private
+from training import simple_plan, small_data, small_model, train, weights
+
+STEPS = 60
+PLACES = ["accumulation", "ledger", "released", "checkpoint", "state", "cleaning", "random"]
+
+
+def run(folder):
+    """The whole training, from wherever it was; leaves the final weights in the folder."""
+    torch.set_num_threads(1)
+    data, model = small_data(), small_model(dropout=0.2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    private = make_private(
+        model, optimizer, data, simple_plan(steps=STEPS), clip_norm=0.5, key=Key(bytes(32)),
+        criterion=torch.nn.CrossEntropyLoss(), scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9),
+        physical_batch_size=7, run_folder=folder, save_every=3,
+    )  # fmt: skip
+    private.resume()
+    train(private)
+    torch.save(weights(model), folder / "final.pt")
+
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def plant(place, after):
+    """Make the `after`-th visit of a place the last thing this process does."""
+    visits = [0]
+
+    def now():
+        visits[0] += 1
+        return visits[0] == after
+
+    if place == "accumulation":
+        original = clipping.PerExample.add_to
+        clipping.PerExample.add_to = lambda *a: die() if now() else original(*a)
+    elif place == "ledger":
+        write = os.write
+        # Half a line reaches the file.
+        os.write = lambda f, line: (write(f, line[: len(line) // 2]), die()) if now() else write(f, line)
+    elif place == "released":  # the line is on the disk, the noise not yet added
+        append = ledger.Ledger._append
+        ledger.Ledger._append = lambda *a: (append(*a), die() if now() else None)
+    elif place == "checkpoint":  # data are written, the name is not given
+        publish = checkpoint._publish
+        checkpoint._publish = lambda *a: die() if now() else publish(*a)
+    elif place == "state":  # in the middle of collecting and writing
+        collect = checkpoint._random_state
+        checkpoint._random_state = lambda: die() if now() else collect()
+    elif place == "cleaning":  # named, the old ones not yet removed
+        remove = checkpoint.shutil.rmtree
+        checkpoint.shutil.rmtree = lambda *a: die() if now() else remove(*a)
+
+
+def attempt(folder, place, after, seconds):
+    """One process; True if it was killed."""
+    child = os.fork()
+    if child == 0:
+        try:
+            if place != "random":
+                plant(place, after)
+            run(folder)
+        except BaseException as error:
+            print(repr(error), file=sys.stderr)
+            os._exit(1)
+        os._exit(0)
+    if place == "random":
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
+    status = os.waitpid(child, 0)[1]
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+def main():
+    folder, attempts = Path(sys.argv[1]), int(sys.argv[2])
+    dice = random.Random(7)
+    kills = dict.fromkeys(PLACES, 0)
+    attempt(folder / "clean", "nowhere", 0, 0)
+    for number in range(attempts):
+        place = PLACES[number % len(PLACES)]
+        kills[place] += attempt(folder / "killed", place, dice.randint(2, 5), dice.uniform(0.05, 0.3))
+    attempt(folder / "killed", "nowhere", 0, 0)  # to the end
+    print(json.dumps(kills))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""One rank of some training runs, for torchrun: `rank_training.py FOLDER NAME:KIND:CLIPPING[:UNTIL] ...`.
+
+KIND is ddp or fsdp. Each run leaves its final weights in FOLDER/NAME, and how many physical batches each rank had
+in each step. With UNTIL it stops after so many steps; started again under the same name, it goes on.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bandmf.noise import Key
+from bandmf.torch import make_private
+from training import simple_plan, small_data, small_model, train, weights
+
+PLAN = simple_plan(steps=24, examples=403, batch_size=3, bands=4)  # many shares are empty
+
+
+def make(kind, clipping, folder=None):
+    """The run of this rank, or of the only process."""
+    model = small_model()
+    if kind == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    if kind == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in (model[0], model[1], model[4], model):
+            fully_shard(layer)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return make_private(
+        model, optimizer, small_data(403), PLAN, clip_norm=0.5, key=Key(bytes(32)), clipping=clipping,
+        physical_batch_size=2, criterion=nn.CrossEntropyLoss(), run_folder=folder,
+    )  # fmt: skip
+
+
+def one_run(folder, kind, clipping, until=None):
+    folder.mkdir(parents=True, exist_ok=True)
+    private = make(kind, clipping, folder / "run")
+    private.resume()
+    pieces = [len(list(private.loader.pieces(step, step + 1))) for step in range(PLAN.steps)]
+    torch.save(pieces, folder / f"pieces-{dist.get_rank()}.pt")
+    train(private, until and int(until))
+    private.save()
+    final = weights(private.model)
+    if dist.get_rank() == 0:
+        torch.save(final, folder / "final.pt")
+    private.close()
+
+
+def main():
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for job in sys.argv[2:]:
+        name, *rest = job.split(":")
+        one_run(Path(sys.argv[1]) / name, *rest)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Imports follow the one direction of the architecture: a file imports only from files above it."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import bandmf
+
+SOURCE = Path(bandmf.__file__).parent
+
+# The architecture's list, top to bottom. A new file takes its place here. `__init__` is `bandmf` itself: it
+# re-exports what is above it, so only what is below may import from it.
+ORDER = [
+    "_check",
+    "streaming",
+    "workloads",
+    "participation",
+    "covariance",
+    "response",
+    "toeplitz_error",
+    "strategies",
+    "sensitivities",
+    "error",
+    "optimize",
+    "accounting",
+    "planning",
+    "noise",
+    "sampling",
+    "ledger",
+    "datasets",
+    "torch",
+    "jax",
+    "__init__",
+    "audit",
+    "plots",
+    "paper",
+    "cli",
+]
+OPTIONAL = {"torch", "triton", "opacus", "jax", "optax", "jax_privacy", "matplotlib"}
+NEED_OPTIONAL = {"torch", "jax", "audit", "plots", "paper", "cli"}
+
+
+def source_files():
+    """{dotted module: text} of the whole package."""
+    return {_dotted(path.relative_to(SOURCE)): path.read_text() for path in SOURCE.rglob("*.py")}
+
+
+def _dotted(path):
+    parts = ("bandmf", *path.with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(tree, modules):
+    """What a file imports: modules of bandmf by their own name, others as they are written."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: imports are written out in full, not relative"
+            for alias in node.names:
+                longer = f"{node.module}.{alias.name}"
+                yield longer if longer in modules else node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+class _AtRunTime(ast.NodeTransformer):
+    """Leaves out `if TYPE_CHECKING:`, which is never executed."""
+
+    def visit_If(self, node):
+        return None if ast.unparse(node.test) == "TYPE_CHECKING" else self.generic_visit(node)
+
+
+def layer(module):
+    """The entry of ORDER that a module of bandmf belongs to."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def violations(files):
+    """One sentence for each import that goes against the list."""
+    known = {module: text for module, text in files.items() if layer(module) in ORDER}
+    found = [
+        f"{module} has no place in the architecture's list" for module in sorted(set(files) - set(known))
+    ]
+    graph = {module: set(imported(ast.parse(text), files)) for module, text in known.items()}
+    for module, targets in graph.items():
+        above = ORDER[: ORDER.index(layer(module)) + 1]
+        for target in sorted(targets):
+            outside = target.split(".")[0]
+            if outside == "bandmf" and layer(target) not in above and layer(module) != "__init__":
+                found.append(f"{module} imports {target}, which is below it")
+            if outside in OPTIONAL and layer(module) not in NEED_OPTIONAL:
+                found.append(f"{module} imports {target}, which belongs to an extra")
+    return found + circles(known)
+
+
+def circles(files):
+    """One sentence for each import that is part of a circle when the program runs."""
+    trees = {module: _AtRunTime().visit(ast.parse(text)) for module, text in files.items()}
+    graph = {module: set(imported(tree, files)) for module, tree in trees.items()}
+    needs = {module: reachable(module, graph) for module in graph}
+    return [
+        f"{module} imports {target}, which imports it in a circle"
+        for module, targets in graph.items()
+        for target in sorted(targets)
+        if module in needs.get(target, ())
+    ]
+
+
+def reachable(module, graph):
+    """Everything that importing a module imports in the end, itself included."""
+    seen, waiting = set(), [module]
+    while waiting:
+        if (here := waiting.pop()) not in seen:
+            seen.add(here)
+            waiting.extend(graph.get(here, ()))
+    return seen
+
+
+def test_a_file_imports_only_from_files_above_it():
+    assert violations(source_files()) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "complaint"),
+    [
+        ("bandmf.streaming", "from bandmf.workloads import prefix", "below"),
+        ("bandmf.error", "from bandmf import optimize", "below"),
+        ("bandmf.error", "from bandmf import rmse", "below"),
+        ("bandmf.strategies.base", "def f():\n    import bandmf.noise.engine", "below"),
+        ("bandmf.strategies.base", "from bandmf.strategies.banded import Banded", "circle"),
+        ("bandmf.error", "def f():\n    import torch.nn", "extra"),
+        ("bandmf.utils", "import numpy", "no place"),
+    ],
+)
+def test_a_planted_import_against_the_direction_is_caught(module, line, complaint):
+    files = source_files()
+    before = violations(files)
+    files[module] = files.get(module, "") + "\n" + line
+    planted = [sentence for sentence in violations(files) if sentence not in before]
+    assert any(complaint in sentence and module in sentence for sentence in planted)
+
+
+def test_importing_bandmf_loads_neither_torch_nor_jax_nor_matplotlib():
+    program = f"import bandmf, sys; print(*sorted({OPTIONAL!r} & set(sys.modules)))"
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert result.stdout.split() == []
+
+
+def test_the_core_computes_without_torch_jax_or_matplotlib():
+    program = (
+        "import sys; from bandmf import optimize, error, sensitivities, participation\n"
+        "solution = optimize.banded(9, 3)\n"
+        "sensitivities.sensitivity(solution.strategy, participation.MinSeparation(2, 3))\n"
+        f"print(*sorted({OPTIONAL!r} & set(sys.modules)))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert result.stdout.split() == []

@@ -1,0 +1,176 @@
+"""The ledger: released once, replayed only the same, on the disk before anything else."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+
+import pytest
+
+from bandmf.ledger import Ledger
+from bandmf.noise import Key
+
+KEY = Key(bytes(32))
+RUN = {
+    "plan": "p",
+    "steps": 5,
+    "key": KEY.fingerprint,
+    "clip_norm": 1.0,
+    "examples": 100,
+    "sampler": {"kind": "CyclicPoisson", "parts": 4},
+}
+
+
+def open_ledger(path, **changes):
+    return Ledger(path, KEY, {**RUN, **changes})
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "ledger.jsonl"
+
+
+def write(path, steps):
+    ledger = open_ledger(path)
+    for step in range(steps):
+        assert ledger.release(step, b"batch %d" % step, b"sum %d" % step) == "step"
+    ledger.close()
+
+
+def test_a_step_is_released_once_and_the_same_sum_again_is_a_replay(path):
+    write(path, 3)
+    ledger = open_ledger(path)
+    assert (ledger.steps_released, ledger.replays) == (3, 0)
+    assert ledger.release(1, b"batch 1", b"sum 1") == "replay"
+    assert ledger.release(2, b"batch 2", b"sum 2") == "replay"
+    assert ledger.release(3, b"batch 3", b"sum 3") == "step"
+    ledger.close()
+    again = open_ledger(path)
+    assert (again.steps_released, again.replays, again.entries) == (4, 2, 7)
+
+
+@pytest.mark.parametrize(
+    ("batch", "total", "what"),
+    [(b"batch 1", b"other", "sum of gradients"), (b"other", b"sum 1", "batch of examples")],
+)
+def test_another_sum_or_batch_is_refused(path, batch, total, what):
+    write(path, 3)
+    ledger = open_ledger(path)
+    with pytest.raises(ValueError, match=f"step=1: was released before with another {what}; two results"):
+        ledger.release(1, batch, total)
+    assert ledger.entries == 4  # nothing was written
+
+
+def test_steps_are_released_in_order_and_not_past_the_plan(path):
+    write(path, 3)
+    ledger = open_ledger(path)
+    with pytest.raises(ValueError, match="step=4: must be at most 3"):
+        ledger.release(4, b"", b"")
+    for step in (3, 4):
+        ledger.release(step, b"", b"")
+    with pytest.raises(ValueError, match="the plan ends after steps=5"):
+        ledger.release(5, b"", b"")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("plan", "q"),
+        ("clip_norm", 2.0),
+        ("examples", 99),
+        ("sampler", {"kind": "x"}),
+        ("key", "0"),
+        ("steps", 6),
+    ],
+)
+def test_a_run_goes_on_only_as_it_began(path, name, value):
+    write(path, 1)
+    with pytest.raises(ValueError, match=f"{name}=.*: the run in .* began with"):
+        open_ledger(path, **{name: value})
+
+
+@pytest.mark.parametrize("torn", [1, 20, 100])
+def test_a_torn_last_line_is_dropped(path, torn):
+    write(path, 3)
+    whole = path.read_bytes()
+    last = whole.splitlines(keepends=True)[-1]
+    path.write_bytes(whole[: -min(torn, len(last) - 1)])
+    ledger = open_ledger(path)
+    assert ledger.steps_released == 2
+    assert ledger.release(2, b"batch 2", b"sum 2") == "step"
+    assert path.read_bytes() == whole
+
+
+def test_a_torn_first_line_is_a_run_that_never_began(path):
+    write(path, 0)
+    path.write_bytes(path.read_bytes()[:10])
+    assert open_ledger(path).entries == 1
+
+
+def planted(lines, damage):
+    if damage == "changed":
+        entry = json.loads(lines[2])
+        lines[2] = json.dumps({**entry, "sum": "00" * 16}).encode()
+    elif damage == "removed":
+        del lines[2]
+    elif damage == "swapped":
+        lines[2], lines[3] = lines[3], lines[2]
+    elif damage == "garbage":
+        lines[2] = b"{"
+    return lines
+
+
+@pytest.mark.parametrize("damage", ["changed", "removed", "swapped", "garbage"])
+def test_any_other_damage_is_refused(path, damage):
+    write(path, 4)
+    path.write_bytes(b"\n".join(planted(path.read_bytes().splitlines(), damage)) + b"\n")
+    with pytest.raises(ValueError, match="was changed after it was written"):
+        open_ledger(path)
+
+
+def test_one_process_at_a_time(path):
+    first = open_ledger(path)
+    with pytest.raises(RuntimeError, match="another process"):
+        open_ledger(path)
+    first.close()
+    open_ledger(path)
+
+
+def test_a_line_is_on_the_disk_before_release_returns(path, monkeypatch):
+    ledger = open_ledger(path)
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(path.read_bytes().count(b"\n")))
+    ledger.release(0, b"", b"")
+    assert synced == [2]
+
+
+def test_the_digests_are_keyed(path):
+    write(path, 1)
+    other = Ledger(path.with_name("other"), Key(), RUN)
+    other.release(0, b"batch 0", b"sum 0")
+    mine, theirs = (json.loads(file.read_text().splitlines()[1]) for file in (path, path.with_name("other")))
+    assert mine["sum"] != theirs["sum"]
+    assert mine["batch"] != theirs["batch"]
+    assert KEY.secret.hex() not in path.read_text()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_steps_that_nobody_saw_may_be_withdrawn_with_a_statement(path):
+    write(path, 4)
+    ledger = open_ledger(path)
+    proof = ledger.proof(4)
+    with pytest.raises(ValueError, match="statement=''"):
+        ledger.withdraw(2, "")
+    ledger.withdraw(2, "the machine burnt down before anyone looked")
+    assert ledger.release(2, b"batch 2", b"another sum") == "step"
+    ledger.close()
+    again = open_ledger(path)
+    assert again.steps_released == 3
+    assert "burnt down" in path.read_text()
+    with pytest.raises(ValueError, match="withdrawn"):
+        again.expect(4, proof)
+    again.release(3, b"batch 3", b"sum 3 after another sum 2")
+    with pytest.raises(ValueError, match="withdrawn"):  # a checkpoint of the steps that were withdrawn
+        again.expect(4, proof)
+    again.expect(2, again.proof(2))

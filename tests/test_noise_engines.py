@@ -1,0 +1,349 @@
+"""Every engine with every family: the oracle's noise, the right covariance, restarts, and guards."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from bandmf.noise import Key, NumpyEngine
+from bandmf.noise.schedule import MAX_LOOKAHEAD, Schedule
+from bandmf.strategies import Identity
+from noise_families import ENGINES, FAMILIES, SHAPES, largest_difference, numpy_noise, oracle_noise, toeplitz
+
+ALL = [(engine, family) for engine in ENGINES for family in FAMILIES]
+
+
+def check_covariance(noise: np.ndarray, C_inverse: np.ndarray) -> None:
+    """Fail unless the columns of `noise` (steps x draws) may have the covariance (C'C)^-1 and mean zero.
+
+    C noise must be white: every entry of its sample covariance lies within 5.5 standard errors of the
+    identity's, and their squares add up to what chance allows.
+    """
+    white = np.linalg.solve(C_inverse, noise)
+    steps, draws = white.shape
+    deviation = (white @ white.T / draws - np.eye(steps)) * np.sqrt(draws / (1 + np.eye(steps)))
+    lower = deviation[np.tril_indices(steps)]
+    assert np.abs(lower).max() < 5.5, f"an entry is {np.abs(lower).max():.1f} standard errors off"
+    excess = (np.sum(lower**2) - lower.size) / np.sqrt(2 * lower.size)
+    assert abs(excess) < 5.5, f"the squared deviations are {excess:.1f} standard errors off"
+    assert np.abs(white.mean(1)).max() * np.sqrt(draws) < 5.5
+
+
+def is_caught(noise: np.ndarray, C_inverse: np.ndarray) -> bool:
+    try:
+        check_covariance(noise, C_inverse)
+    except AssertionError:
+        return True
+    return False
+
+
+def draws_of(engine: str, family: str, draws: int = 20_000) -> tuple[np.ndarray, np.ndarray]:
+    strategy = FAMILIES[family]
+    noise = ENGINES[engine](strategy, Key(bytes([7] * 32)), {"w": (draws,)})
+    return np.array([step["w"] for step in noise], np.float64), strategy.inverse().materialize(strategy.steps)
+
+
+@pytest.mark.parametrize(("engine", "family"), ALL)
+def test_the_noise_is_the_oracles(engine, family):
+    strategy, key = FAMILIES[family], Key()
+    got, expected = ENGINES[engine](strategy, key, scale=1.5), oracle_noise(strategy, key, scale=1.5)
+    size = max(float(np.abs(step["weight"]).max()) for step in expected)
+    assert largest_difference(got, expected) < 2e-6 * size
+
+
+@pytest.mark.parametrize(("engine", "family"), ALL)
+def test_the_covariance_is_that_of_the_strategy(engine, family):
+    check_covariance(*draws_of(engine, family))
+
+
+def test_a_dense_inverse_gives_the_same_covariance():
+    """(C'C)^-1 from the matrix itself, independent of any streaming code."""
+    noise, _ = draws_of("numpy", "normalized")
+    C = FAMILIES["normalized"].materialize()
+    check_covariance(noise, np.linalg.inv(C))
+
+
+def test_the_covariance_check_catches_planted_errors():
+    noise, C_inverse = draws_of("numpy", "normalized")
+    check_covariance(noise, C_inverse)
+    swapped = FAMILIES["normalized"].materialize()
+    swapped[3, 2] *= -1
+    planted = {
+        "five percent too little": 0.95 * noise,
+        "five percent too little at one step": np.where(np.arange(len(noise))[:, None] == 9, 0.95, 1) * noise,
+        "one swapped sign": np.linalg.inv(swapped) @ np.linalg.solve(C_inverse, noise),
+        "white instead of correlated": np.linalg.solve(C_inverse, noise),
+        "one step's noise used again": np.concatenate([noise[:1], noise[:-1]]),
+        "off by one step": np.roll(noise, 1, axis=0),
+    }
+    for name, wrong in planted.items():
+        assert is_caught(wrong, C_inverse), f"not caught: {name}"
+
+
+def test_a_reused_key_repeats_the_noise_and_a_fresh_one_does_not():
+    strategy, key = FAMILIES["normalized"], Key()
+    first = numpy_noise(strategy, key)
+    assert largest_difference(first, numpy_noise(strategy, key)) == 0
+    assert largest_difference(first, numpy_noise(strategy, Key())) > 1
+
+
+@pytest.mark.parametrize("bands", [2, 5, 12, 17, 33])
+@pytest.mark.parametrize("inner", [None, 2, 4])
+def test_look_ahead_is_algorithm_1_regrouped(bands, inner):
+    """For every T that fits the ring, with and without the inner level, and past the end of the steps."""
+    strategy, key, shapes = toeplitz(3 * bands + 1, bands), Key(), {"w": (40,)}
+    expected = numpy_noise(strategy, key, shapes, lookahead=1)
+    for T in {1, 2, 3, 4, 7, 11, 16} & set(range(1, bands)):
+        engine = NumpyEngine(strategy, key, lookahead=T)
+        engine.schedule = Schedule(strategy, T, inner)
+        state, got = engine.init(shapes), []
+        for _ in range(strategy.steps):
+            got.append({"w": np.zeros(40, np.float32)})
+            state = engine.add(state, got[-1], 1.0)
+        assert largest_difference(got, expected) < 1e-5
+
+
+def test_look_ahead_never_passes_the_ring():
+    for bands in range(1, 60):
+        schedule = Schedule(toeplitz(100, bands))
+        assert 1 <= schedule.lookahead <= max(1, min(bands - 1, MAX_LOOKAHEAD))
+        assert schedule.vectors <= bands - 1 + schedule.lookahead
+    with pytest.raises(ValueError, match=r"lookahead=16: must be a whole number between 1 and 15"):
+        Schedule(toeplitz(100, 16), lookahead=16)
+
+
+def test_memory_is_bands_minus_one_plus_lookahead_vectors():
+    for bands, lookahead in [(1, None), (8, None), (16, None), (64, None), (64, 1)]:
+        engine = NumpyEngine(toeplitz(100, bands), lookahead=lookahead)
+        state = engine.init({"w": (1000,)})
+        T = engine.schedule.lookahead
+        kept = state.history["w"].size + state.prepared["w"].size
+        assert kept == 1000 * (bands - 1 + (T if T > 1 else 0))
+
+
+class Driver:
+    """One engine behind the calls the guard tests make."""
+
+    def __init__(self, name: str, strategy=None, key: Key | None = None, **options) -> None:
+        self.name, self.key = name, key or Key()
+        strategy = FAMILIES["normalized"] if strategy is None else strategy
+        if name == "numpy":
+            self.engine = NumpyEngine(strategy, self.key, **options)
+        elif name == "torch":
+            from bandmf.torch import Engine
+
+            self.engine = Engine(strategy, self.key, **options)
+        else:
+            from bandmf.jax import Engine as JaxEngine
+
+            self.engine = JaxEngine(strategy, self.key, **options)
+
+    def array(self, values, dtype: str = "float32"):
+        if self.name == "torch":
+            import torch
+
+            return torch.tensor(values, dtype=getattr(torch, dtype))
+        if self.name == "jax":
+            import jax.numpy as jnp
+
+            return jnp.asarray(values, dtype)
+        return np.array(values, dtype)
+
+    def gradients(self, dtype: str = "float32", **changed):
+        values = {name: self.array(np.zeros(shape), dtype) for name, shape in SHAPES.items()}
+        return {**values, **changed}
+
+    def add(self, state, gradients, scale=1.0):
+        """(state, noisy gradients as NumPy float64)."""
+        if self.name == "jax":
+            gradients, state = self.engine.add(state, gradients, scale)
+        else:
+            state = self.engine.add(state, gradients, scale)
+        if self.name == "torch":
+            return state, {name: value.double().numpy() for name, value in gradients.items()}
+        return state, {name: np.asarray(value, np.float64) for name, value in gradients.items()}
+
+
+@pytest.fixture(params=list(ENGINES))
+def name(request):
+    return request.param
+
+
+def test_an_error_leaves_the_state_usable(name):
+    """Wrong shapes, dtypes, names, values and scales are refused, and the next noise is as if nothing was."""
+    key = Key()
+    driver = Driver(name, key=key)
+    state = driver.engine.init(SHAPES)
+    state, first = driver.add(state, driver.gradients())
+    missing = driver.gradients()
+    del missing["bias"]
+    nan, infinite = np.zeros(SHAPES["weight"]), np.zeros(SHAPES["weight"])
+    nan[49, 60], infinite[0, 0] = math.nan, -math.inf
+    for gradients, scale, message in [
+        (
+            driver.gradients(bias=driver.array(np.zeros(8))),
+            1.0,
+            r"gradients\['bias'\].shape=\(8,\): must be \(7,\)",
+        ),
+        (driver.gradients(dtype="float16"), 1.0, "was .*float32 at earlier steps"),
+        (driver.gradients(bias=driver.array(np.zeros(7), "int32")), 1.0, "dtype='.*int32': must be one of"),
+        (driver.gradients(weight=driver.array(nan)), 1.0, "'weight'.*must be finite"),
+        (driver.gradients(weight=driver.array(infinite)), 1.0, "'weight'.*must be finite"),
+        (driver.gradients(extra=driver.array(np.zeros(3))), 1.0, "'extra' is unknown"),
+        (missing, 1.0, "'bias' is missing"),
+        (driver.gradients(), math.nan, "scale=nan"),
+        (driver.gradients(), -1.0, r"scale=-1.0: must be a finite number in \[0"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            driver.add(state, gradients, scale)
+    state, second = driver.add(state, driver.gradients())
+    expected = oracle_noise(FAMILIES["normalized"], key)
+    assert largest_difference([first, second], expected[:2]) < 1e-5
+
+
+def test_past_the_last_planned_step_is_refused(name):
+    driver = Driver(name, Identity(2))
+    state = driver.engine.init(SHAPES)
+    for _ in range(2):
+        state, _ = driver.add(state, driver.gradients())
+    with pytest.raises(ValueError, match=r"step=2: the plan ends after steps=2; make a new plan"):
+        driver.add(state, driver.gradients())
+
+
+def test_a_state_of_another_plan_or_key_is_refused(name):
+    key = Key()
+    mine = Driver(name, key=key)
+    for other, message in [
+        (Driver(name), "key=.*made with another key"),
+        (Driver(name, FAMILIES["long"], key), "strategy=.*another plan"),
+        (Driver(name, key=key, rounds=12), "rounds=12: must be 20"),
+    ]:
+        state = other.engine.init(SHAPES)
+        with pytest.raises(ValueError, match=message):
+            mine.add(state, mine.gradients())
+        with pytest.raises(ValueError, match=message):
+            mine.engine.load_state_dict(mine.engine.init(SHAPES), other.engine.state_dict(state))
+    wrong = mine.engine.state_dict(mine.engine.init({"weight": (3,)}))
+    with pytest.raises(ValueError, match=r"shapes=.*another model"):
+        mine.engine.load_state_dict(mine.engine.init(SHAPES), wrong)
+
+
+@pytest.mark.parametrize("family", ["normalized", "long", "banded_inverse", "buffered"])
+def test_a_restarted_run_equals_the_uninterrupted_one(name, family):
+    """At every kind of place: before the first step, inside a look-ahead period, and at its start."""
+    strategy, key = FAMILIES[family], Key()
+    expected = ENGINES[name](strategy, key)
+    driver = Driver(name, strategy, key)
+    state, saved = driver.engine.init(SHAPES), {}
+    for i in range(strategy.steps):
+        if i in (0, 1, 5, 6, 9, 11):
+            saved[i] = driver.engine.state_dict(state)
+        state, _ = driver.add(state, driver.gradients())
+    again = Driver(name, strategy, key)
+    for i, checkpoint in saved.items():
+        state = again.engine.load_state_dict(again.engine.init(SHAPES), checkpoint)
+        for step in range(i, min(i + 20, strategy.steps)):
+            state, noise = again.add(state, again.gradients())
+            difference = largest_difference([noise], [expected[step]])
+            assert difference == 0 if name == "numpy" else difference < 1e-5
+
+
+def test_a_checkpoint_holds_the_fingerprint_and_not_the_key(name):
+    key = Key()
+    driver = Driver(name, key=key)
+    state = driver.engine.init(SHAPES)
+    text = repr(driver.engine.state_dict(state)) + repr(state)
+    raw = bytes(np.asarray(driver.engine.state_dict(state)["identity"])) if name == "jax" else text.encode()
+    assert key.fingerprint.encode() in raw
+    for secret in (key.secret, key.derive("noise").secret):
+        assert secret.hex() not in text
+        assert secret not in raw
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_other_dtypes_get_the_same_noise_rounded_once(name, dtype):
+    if (name, dtype) in {("numpy", "bfloat16"), ("jax", "float64")}:
+        pytest.skip("NumPy has no bfloat16, and JAX no float64 outside of its 64-bit mode")
+    key = Key()
+    driver, expected = Driver(name, key=key), oracle_noise(FAMILIES["normalized"], key)
+    state = driver.engine.init(SHAPES)
+    rounding = {"float16": 2**-11, "bfloat16": 2**-8, "float64": 1e-6}[dtype]
+    for step in expected[:4]:
+        state, noise = driver.add(state, driver.gradients(dtype))
+        for tensor in SHAPES:
+            np.testing.assert_allclose(noise[tensor], step[tensor], rtol=rounding, atol=1e-5)
+
+
+def test_noise_is_added_to_the_gradient_in_place():
+    import torch
+
+    key, expected = Key(), None
+    for name in ("numpy", "torch"):
+        driver = Driver(name, key=key)
+        state, gradients = driver.engine.init(SHAPES), driver.gradients()
+        before = {tensor: id(value) for tensor, value in gradients.items()}
+        gradients["weight"] += 3
+        strided = driver.array(np.zeros((61, 50))).T
+        gradients["weight"], strided = strided, gradients["weight"]
+        state, noisy = driver.add(state, gradients, 0.5)
+        assert gradients["weight"].shape == SHAPES["weight"]
+        assert {tensor: id(value) for tensor, value in gradients.items() if tensor != "weight"} == {
+            tensor: place for tensor, place in before.items() if tensor != "weight"
+        }
+        if expected is not None:
+            assert largest_difference([noisy], [expected]) < 1e-5
+        expected = noisy
+    assert isinstance(strided, torch.Tensor)
+
+
+def test_tensor_ids_follow_the_sorted_names(name):
+    """The order of the dict does not matter."""
+    key = Key()
+    driver = Driver(name, key=key)
+    backwards = dict(reversed(SHAPES.items()))
+    _, noise = driver.add(driver.engine.init(backwards), dict(reversed(driver.gradients().items())))
+    expected = oracle_noise(FAMILIES["normalized"], key)[0]
+    assert largest_difference([noise], [{tensor: expected[tensor] for tensor in noise}]) < 1e-5
+
+
+def test_jax_past_the_end_in_compiled_code_is_nan_never_noiseless():
+    import jax
+
+    driver = Driver("jax", Identity(2))
+    state, add = driver.engine.init(SHAPES), jax.jit(driver.engine.add)
+    for _ in range(2):
+        gradients, state = add(state, driver.gradients(), 1.0)
+        assert np.isfinite(gradients["weight"]).all()
+    gradients, state = add(state, driver.gradients(), 1.0)
+    assert np.isnan(gradients["weight"]).all()
+
+
+def test_jax_key_can_stay_out_of_the_compiled_program():
+    import jax
+
+    driver = Driver("jax")
+    state, gradients = driver.engine.init(SHAPES), driver.gradients()
+    word = str(int(driver.engine.noise_key()[0]))
+    inside = str(jax.jit(driver.engine.add).lower(state, gradients, 1.0).as_text())
+    outside = str(
+        jax.jit(driver.engine.add).lower(state, gradients, 1.0, driver.engine.noise_key()).as_text()
+    )
+    assert word not in outside
+    assert len(outside) > 1000
+    assert word in inside or "dense<" in inside
+
+
+def test_shapes_that_no_nonce_can_cover_are_refused(name):
+    with pytest.raises(ValueError, match="at most 458"):
+        Driver(name).engine.init({"huge": (2**20, 2**20)})
+
+
+def test_identity_names_the_first_difference():
+    engine = NumpyEngine(Identity(3))
+    state = engine.init({"w": (3,)})
+    state.identity = replace(state.identity, specification=99)
+    with pytest.raises(ValueError, match="specification=99: must be 1"):
+        engine.add(state, {"w": np.zeros(3, np.float32)}, 1.0)

@@ -1,0 +1,56 @@
+"""Eight virtual JAX devices add the noise of one, however history and gradients are laid out."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("jax")
+HERE = Path(__file__).parent
+CLAIMS = ["rows", "all axes on rows", "columns", "both", "flat"]
+RESTARTS = ["one device", "flat over one", "flat over eight"]
+
+
+@pytest.fixture(scope="module")
+def output():
+    environment = {**os.environ, "PYTHONPATH": str(HERE), "JAX_PLATFORMS": "cpu"}
+    environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    command = [sys.executable, str(HERE / "jax_devices.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("layout", CLAIMS)
+def test_eight_devices_add_the_oracles_noise(output, layout):
+    assert f"{layout} holds" in output
+
+
+@pytest.mark.parametrize("mesh", RESTARTS)
+def test_a_checkpoint_of_eight_devices_loads_on(output, mesh):
+    assert f"restart on {mesh} holds" in output
+
+
+def test_rows_that_repeat_are_kept_once():
+    import numpy as np
+
+    from bandmf.jax.tables import table
+    from bandmf.noise.schedule import Schedule
+    from noise_families import FAMILIES, toeplitz
+
+    assert len(table(Schedule(toeplitz(100_000, 8))).starts) < 20
+    for name in ("normalized", "banded", "dense", "banded_inverse"):
+        strategy = FAMILIES[name]
+        made = table(Schedule(strategy))
+        for i in range(strategy.steps):
+            k = np.searchsorted(made.starts, i, side="right") - 1
+            row = strategy.recurrence.row(i)
+            if name == "banded_inverse":
+                np.testing.assert_allclose(made.feeds[k], row, rtol=1e-6)
+            else:
+                np.testing.assert_allclose(made.feeds[k], 1 / row[:1], rtol=1e-6)
+                np.testing.assert_allclose(made.weights[k], -row[1:] / row[0], rtol=1e-5, atol=1e-7)

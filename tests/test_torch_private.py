@@ -1,0 +1,549 @@
+"""make_private: the update is that of Algorithm 2, whatever the clipping, the batches and the optimizer."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import opacus
+import pytest
+import torch
+from torch import nn
+
+from bandmf.noise import Key, NumpyEngine
+from bandmf.sampling import sampler
+from bandmf.strategies import Identity
+from bandmf.torch import make_private
+from bandmf.torch.clipping import make_clipping
+from training import simple_plan, small_data, small_model, train, weights
+
+KEY = Key(bytes(range(32)))
+CLIP = 0.5
+
+
+def private_run(plan, dtype=torch.float64, model=None, optimizer=None, data=None, **options):
+    model = small_model(dtype) if model is None else model
+    optimizer = optimizer or torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3)
+    options = {"clip_norm": CLIP, "key": KEY, "criterion": nn.CrossEntropyLoss(), **options}
+    data = small_data(plan.examples, dtype=dtype) if data is None else data
+    return make_private(model, optimizer, data, plan, **options)
+
+
+def white_noise(steps, shapes):
+    """z of every step, by the oracle."""
+    engine = NumpyEngine(Identity(steps), KEY)
+    state = engine.init(shapes)
+    for _ in range(steps):
+        drawn = {name: np.zeros(shape) for name, shape in shapes.items()}
+        state = engine.add(state, drawn, 1.0)
+        yield drawn
+
+
+# --- the algorithm --------------------------------------------------------------------------------------
+
+
+def algorithm_2(plan, inputs, labels, weight, bias, rate):
+    """Softmax regression with SGD in NumPy: cyclic Poisson batches, clipped sums, C^-1 z, division by B."""
+    shapes = {"weight": weight.shape, "bias": bias.shape}
+    drawn = list(white_noise(plan.steps, shapes))
+    inverse = np.linalg.inv(plan.strategy.materialize())
+    batches = sampler(plan, KEY)
+    largest_column = np.sqrt((plan.strategy.materialize() ** 2).sum(0).max())
+    deviation = CLIP * plan.noise_multiplier * largest_column
+    for i in range(plan.steps):
+        total = {name: np.zeros(shape) for name, shape in shapes.items()}
+        for j in batches.batch(i):
+            scores = weight @ inputs[j] + bias
+            slope = np.exp(scores - scores.max())
+            slope = slope / slope.sum() - np.eye(len(scores))[labels[j]]
+            gradient = {"weight": np.outer(slope, inputs[j]), "bias": slope}
+            norm = np.sqrt(sum((g**2).sum() for g in gradient.values()))
+            for name, g in gradient.items():
+                total[name] += g * min(1.0, CLIP / (norm + 1e-6))
+        for name in total:
+            correlated = sum(inverse[i, k] * drawn[k][name] for k in range(i + 1))
+            total[name] = (total[name] + deviation * correlated) / plan.batch_size
+        weight, bias = weight - rate * total["weight"], bias - rate * total["bias"]
+        yield weight, bias
+
+
+@pytest.mark.parametrize("bands", [1, 4])
+def test_every_step_is_algorithm_2(bands):
+    plan = simple_plan(bands=bands)
+    data = small_data(dtype=torch.float64)
+    model = nn.Linear(8, 3).double()
+    inputs, labels = (tensor.numpy() for tensor in data.tensors)
+    start = model.weight.detach().numpy().copy(), model.bias.detach().numpy().copy()
+    expected = list(algorithm_2(plan, inputs, labels, *start, rate=0.3))
+    private = private_run(plan, model=model, data=data)
+    for x, y in private.loader:
+        private.criterion(private.model(x), y).backward()
+        private.optimizer.step()
+        weight, bias = expected[private.step - 1]
+        np.testing.assert_allclose(model.weight.detach().numpy(), weight, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(model.bias.detach().numpy(), bias, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_with_one_band_every_step_is_that_of_opacus(make_optimizer, monkeypatch):
+    plan = simple_plan(bands=1)
+    model = small_model()
+    private = private_run(plan, dtype=None, model=model, optimizer=make_optimizer(model.parameters(), lr=0.1))
+    module = opacus.GradSampleModule(small_model())
+    theirs = opacus.optimizers.DPOptimizer(
+        make_optimizer(module.parameters(), lr=0.1),
+        noise_multiplier=plan.noise_multiplier, max_grad_norm=CLIP, expected_batch_size=plan.batch_size,
+    )  # fmt: skip
+    noise = white_noise(plan.steps, {name: tuple(p.shape) for name, p in model.named_parameters()})
+    names = [name for name, _ in model.named_parameters()]
+    for x, y in private.loader:
+        drawn = next(noise)
+        order = iter(names)
+        monkeypatch.setattr(
+            opacus.optimizers.optimizer, "_generate_noise",
+            lambda std, reference, **_: std * torch.from_numpy(drawn[next(order)]).to(reference.dtype),  # noqa: B023
+        )  # fmt: skip
+        for net, optimizer in ((private.model, private.optimizer), (module, theirs)):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(x), y).backward()
+            optimizer.step()
+        torch.testing.assert_close(weights(model), weights(module), rtol=0, atol=2e-6)
+    assert private.step == 20
+
+
+def update_of_first_step(private):
+    before = weights(private.model)
+    train(private, until=1)
+    return before - weights(private.model)
+
+
+def test_an_empty_batch_still_takes_the_noisy_step():
+    plan = simple_plan(batch_size=1e-9, bands=1, steps=4)
+    private = private_run(plan, model=nn.Linear(8, 3).double())
+    shapes = {"weight": (3, 8), "bias": (3,)}
+    start = private.model.weight.detach().clone()
+    train(private)
+    deviation = CLIP * plan.noise_multiplier / plan.batch_size
+    moved = -0.3 * deviation * sum(drawn["weight"] for drawn in white_noise(4, shapes))
+    np.testing.assert_allclose(
+        (private.model.weight - start).detach().numpy() / deviation, moved / deviation, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("clipping", ["hooks", "ghost"])
+@pytest.mark.parametrize("physical", [1, 3, 7])
+def test_results_do_not_depend_on_the_physical_batch_size(clipping, physical):
+    plan = simple_plan(batch_size=8, steps=12)
+    whole = train(private_run(plan, clipping=clipping))
+    cut = train(private_run(plan, clipping=clipping, physical_batch_size=physical))
+    torch.testing.assert_close(weights(cut.model), weights(whole.model), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("clipping", ["functorch", "ghost"])
+def test_all_ways_of_clipping_agree(clipping):
+    plan = simple_plan(batch_size=8, steps=12)
+    hooks, other = (train(private_run(plan, clipping=mode)) for mode in ("hooks", clipping))
+    torch.testing.assert_close(weights(other.model), weights(hooks.model), rtol=0, atol=1e-12)
+
+
+# --- clipping -------------------------------------------------------------------------------------------
+
+
+def one_gradient(**options):
+    """What one example alone adds to the sums, without noise; by parameter."""
+    plan = simple_plan(examples=1, batch_size=1, bands=1, noise_multiplier=0.0, steps=3)
+    private = private_run(plan, **options)
+    train(private, until=1)
+    return {name: p.grad for name, p in private.model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("clipping", ["hooks", "functorch", "ghost"])
+@pytest.mark.parametrize("clip_norm", [1e-3, 0.5, 1e6])
+def test_what_one_example_adds_has_at_most_the_clip_norm(clipping, clip_norm):
+    gradients = one_gradient(clipping=clipping, clip_norm=clip_norm)
+    norm = sum(float((g**2).sum()) for g in gradients.values()) ** 0.5
+    assert norm <= clip_norm
+    model, (x, y) = small_model(torch.float64), small_data(1, dtype=torch.float64)[0]
+    nn.functional.cross_entropy(model(x[None]), y[None]).backward()
+    plain = torch.cat([p.grad.flatten() for p in model.parameters()])
+    expected = min(1.0, clip_norm / float(plain.norm())) * plain
+    found = torch.cat([g.flatten() for g in gradients.values()])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("clipping", ["hooks", "functorch"])
+def test_per_layer_every_parameter_has_its_share(clipping):
+    gradients = one_gradient(clipping=clipping, per_layer=True, clip_norm=1e-3)
+    for gradient in gradients.values():
+        assert float(gradient.norm()) == pytest.approx(1e-3 / 6**0.5, rel=0.01)
+        assert float(gradient.norm()) <= 1e-3 / 6**0.5
+
+
+class Tied(nn.Module):
+    """Embedding and output layer with one matrix, as in language models."""
+
+    def __init__(self, shared=True):
+        super().__init__()
+        torch.manual_seed(2)
+        self.embed, self.out = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
+        if shared:
+            self.out.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.out(self.embed(tokens)).transpose(1, 2)
+
+
+def token_data(examples):
+    tokens = torch.randint(0, 11, (examples, 5), generator=torch.Generator().manual_seed(3))
+    return torch.utils.data.TensorDataset(tokens, tokens.roll(1, 1))
+
+
+def sum_one_by_one(model, data, clip_norm):
+    """The clipped sum by autograd, one example at a time."""
+    total = torch.zeros_like(weights(model))
+    for x, y in data:
+        model.zero_grad()
+        nn.functional.cross_entropy(model(x[None]), y[None]).backward()
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+        total += gradient * min(1.0, clip_norm / float(gradient.norm()))
+    return total
+
+
+@pytest.mark.parametrize("clipping", ["hooks", "functorch"])
+def test_tied_weights_are_clipped_by_the_norm_of_their_sum(clipping):
+    data, model = token_data(20), Tied()
+    plan = simple_plan(examples=20, batch_size=20, bands=1, noise_multiplier=0.0, steps=1)
+    expected = sum_one_by_one(copy.deepcopy(model), data, 0.05)
+    private = private_run(plan, model=model, data=data, clip_norm=0.05, clipping=clipping)
+    moved = update_of_first_step(private)
+    torch.testing.assert_close(moved, 0.3 * expected / 20, rtol=1e-3, atol=1e-6)
+
+
+def test_tied_weights_whose_norm_would_be_wrong_are_refused():
+    plan = simple_plan(examples=20, batch_size=20, bands=1)
+    with pytest.raises(ValueError, match=r"is tied to 'embed.weight', and ghost clipping counts"):
+        private_run(plan, model=Tied(), data=token_data(20), clipping="ghost")
+    alias = Tied(shared=False)
+    alias.out.weight = nn.Parameter(alias.embed.weight.detach())
+    with pytest.raises(ValueError, match="two parameters in the same memory"):
+        private_run(plan, model=alias, data=token_data(20))
+
+
+def test_combinations_that_opacus_does_not_have_are_refused():
+    with pytest.raises(ValueError, match="per_layer=True: is not in Opacus's ghost clipping"):
+        private_run(simple_plan(), clipping="ghost", per_layer=True)
+    with pytest.raises(ValueError, match="clipping='fast': must be one of"):
+        private_run(simple_plan(), clipping="fast")
+
+
+class FourDimensions(nn.Module):
+    """Opacus has no ghost rule for a linear layer here, and would use the norms of the batch before."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 3)
+
+    def forward(self, x):
+        return self.linear(x.view(len(x), 2, 2, 2)).mean((1, 2))
+
+
+def test_a_layer_without_a_ghost_norm_is_refused():
+    private = private_run(simple_plan(), dtype=None, model=FourDimensions(), clipping="ghost")
+    with pytest.raises(RuntimeError, match=r"no norm for 'linear.weight'; use clipping='hooks'"):
+        train(private)
+
+
+# --- models and optimizers ------------------------------------------------------------------------------
+
+
+def test_frozen_parameters_stay_as_they_are_and_are_not_clipped():
+    model = small_model(torch.float64)
+    for name in ("0.weight", "1.bias"):
+        model.get_parameter(name).requires_grad_(False)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    private = train(private_run(simple_plan(), model=model))
+    assert set(dict(private.run.sums.views)) == set(before) - {"0.weight", "1.bias"}
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name]) == (name in ("0.weight", "1.bias"))
+
+
+def test_a_parameter_that_is_unfrozen_later_is_refused():
+    model = small_model(torch.float64)
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = private_run(simple_plan(), model=model, optimizer=optimizer)
+    train(private, until=2)
+    model[0].requires_grad_(True)
+    with pytest.raises(RuntimeError, match="its update would not be private"):
+        train(private)
+
+
+def test_model_and_optimizer_must_train_the_same_parameters():
+    model, other = small_model(), small_model()
+    for parameters, message in (
+        (model[0].parameters(), "'1.weight' is trainable but not in the optimizer"),
+        ([*model.parameters(), *other.parameters()], "not the model's"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            private_run(simple_plan(), model=model, optimizer=torch.optim.SGD(parameters, lr=0.1))
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_optimizer_and_scheduler_see_the_logical_steps(name):
+    """A twin that is fed the released gradients, and nothing else, takes the same steps."""
+    model, twin = small_model(torch.float64), small_model(torch.float64)
+    optimizer, twin_optimizer = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](twin.parameters())
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 5, 0.5) for o in (optimizer, twin_optimizer)]
+    plan = simple_plan(batch_size=8)
+    private = private_run(
+        plan, model=model, optimizer=optimizer, scheduler=schedulers[0], physical_batch_size=3
+    )
+    seen = []
+
+    def copy_to_twin(*_):
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            q.grad = p.grad.clone()
+        twin_optimizer.step()
+        schedulers[1].step()
+        seen.append(private.step)
+
+    private.optimizer.register_step_post_hook(copy_to_twin)
+    train(private)
+    assert seen == list(range(1, plan.steps + 1))
+    assert torch.equal(weights(model), weights(twin))
+
+
+def test_noise_is_added_exactly_once_per_logical_step(monkeypatch):
+    private = private_run(simple_plan(batch_size=8), physical_batch_size=2)
+    added, add = [], private.run.engine.add
+    monkeypatch.setattr(private.run.engine, "add", lambda *a: (added.append(a[0].step), add(*a))[1])
+    train(private)
+    assert added == list(range(24))
+
+
+def test_a_scheduler_may_be_built_on_the_private_optimizer():
+    private = private_run(simple_plan())
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(private.optimizer, 24)
+    train(private, until=1)
+    scheduler.step()
+    assert private.optimizer.param_groups[0]["lr"] < 0.3
+
+
+def test_half_precision_weights_are_summed_in_full():
+    private = private_run(simple_plan(), dtype=torch.bfloat16)
+    assert {view.dtype for view in private.run.sums.views.values()} == {torch.float32}
+    train(private, until=3)
+    assert {p.dtype for p in private.model.parameters()} == {torch.bfloat16}
+
+
+# --- data -----------------------------------------------------------------------------------------------
+
+
+class IndexedStream(torch.utils.data.IterableDataset):
+    """Examples one after the other, each with its index, in an order of its own."""
+
+    def __init__(self, data):
+        self.data, self.passes = data, 0
+
+    def __iter__(self):
+        self.passes += 1
+        return ((index, self.data[index]) for index in reversed(range(len(self.data))))
+
+
+def test_a_stream_that_carries_an_index_gives_the_same_batches():
+    plan, data = simple_plan(), small_data(dtype=torch.float64)
+    stream = IndexedStream(data)
+    streamed, mapped = train(private_run(plan, data=stream)), train(private_run(plan, data=data))
+    assert torch.equal(weights(streamed.model), weights(mapped.model))
+    assert stream.passes == 6  # 24 steps, in turns of four parts
+    short = private_run(plan, data=IndexedStream(small_data(200)))
+    with pytest.raises(ValueError, match="is not in the stream"):
+        train(short)
+
+
+def test_an_existing_loader_keeps_its_collate_function_and_workers():
+    data = small_data(dtype=torch.float64)
+    seen = []
+
+    def collate(rows):
+        seen.append(len(rows))
+        return torch.utils.data.default_collate(rows)
+
+    existing = torch.utils.data.DataLoader(data, batch_size=7, shuffle=True, collate_fn=collate)
+    private = train(private_run(simple_plan(), data=existing))
+    batches = [len(private.run.sampler.batch(step)) for step in range(24)]
+    assert seen == [size or 1 for size in batches]
+
+
+def test_workers_load_ahead_without_changing_anything():
+    plan, data = simple_plan(steps=8), small_data(dtype=torch.float64)
+    alone = train(private_run(plan, data=data))
+    helped = train(private_run(plan, data=data, loader_options={"num_workers": 1}))
+    assert torch.equal(weights(alone.model), weights(helped.model))
+
+
+def test_a_pass_over_the_loader_is_an_epoch_and_the_last_one_ends_with_the_plan():
+    private = private_run(simple_plan(steps=24, examples=400, batch_size=40))
+    lengths = []
+    for _ in range(4):
+        before = private.step
+        for x, y in private.loader:
+            private.criterion(private.model(x), y).backward()
+            private.optimizer.step()
+        lengths.append(private.step - before)
+    assert lengths == [10, 10, 4, 0]
+    assert len(private.loader) == 10
+
+
+def test_spent_epsilon_grows_to_that_of_the_plan():
+    import bandmf
+
+    plan = bandmf.plan(epsilon=4, delta=1e-6, examples=400, batch_size=20, steps=24, bands=4)
+    private = private_run(plan)
+    spent = [private.spent()]
+    for step in (4, 24):
+        spent.append(train(private, until=step).spent())
+    assert spent[0] == 0 < spent[1] < spent[2] <= 4
+
+
+# --- what is refused ------------------------------------------------------------------------------------
+
+
+def backward(private, batch):
+    x, y = batch
+    private.criterion(private.model(x), y).backward()
+
+
+def test_a_step_needs_a_batch_of_the_loader_and_takes_it_once():
+    private = private_run(simple_plan())
+    backward(private, small_data(4, dtype=torch.float64)[:4])
+    with pytest.raises(RuntimeError, match=r"draw batches from private.loader"):
+        private.optimizer.step()
+    backward(private, next(iter(private.loader)))
+    private.optimizer.step()
+    with pytest.raises(RuntimeError, match="call step once for each"):
+        private.optimizer.step()
+
+
+def test_a_batch_cannot_be_skipped():
+    batches = iter(private_run(simple_plan()).loader)
+    next(batches)
+    with pytest.raises(RuntimeError, match="was skipped"):
+        next(batches)
+
+
+def test_leaving_the_loop_in_the_middle_of_a_step_begins_the_step_anew():
+    plan = simple_plan(batch_size=8)
+    whole, left = private_run(plan), private_run(plan, physical_batch_size=2)
+    backward(left, next(iter(left.loader)))
+    left.optimizer.step()
+    assert not left.optimizer.stepped
+    left.folder = "unused"
+    with pytest.raises(RuntimeError, match="middle of a step"):
+        left.save()
+    torch.testing.assert_close(weights(train(left).model), weights(train(whole).model), rtol=0, atol=1e-12)
+
+
+def test_evaluation_mode_and_a_missing_backward_pass_are_refused():
+    private = private_run(simple_plan())
+    batch = next(iter(private.loader))
+    with pytest.raises(RuntimeError, match=r"call model.train\(\), and loss.backward\(\)"):
+        private.optimizer.step()
+    private.model.eval()
+    with pytest.raises(ValueError, match="No activations detected"):
+        backward(private, batch)
+
+
+def test_accumulating_by_hand_is_refused():
+    private = private_run(simple_plan())
+    batch = next(iter(private.loader))
+    backward(private, batch)
+    backward(private, batch)
+    with pytest.raises(RuntimeError, match="must follow every backward pass"):
+        private.optimizer.step()
+
+
+class Outside(nn.Module):
+    """Uses a parameter where Opacus does not see it, or a position that has no batch."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.linear, self.position = kind, nn.Linear(8, 3), nn.Embedding(1, 3)
+
+    def forward(self, x):
+        position = torch.zeros(1, dtype=torch.long)
+        if self.kind == "outside":
+            return nn.functional.linear(x, self.linear.weight)
+        if self.kind == "both":
+            return nn.functional.linear(x, self.linear.weight) + self.linear(x)
+        return self.linear(x) + self.position(position)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("outside", "used outside the layer that owns"),
+        ("both", "used outside the layer that owns"),
+        ("position", "for 1 examples where the batch has"),
+    ],
+)
+def test_gradients_that_opacus_cannot_attribute_are_refused(kind, message):
+    private = private_run(simple_plan(), dtype=None, model=Outside(kind))
+    with pytest.raises(RuntimeError, match=message):
+        train(private)
+
+
+@pytest.mark.parametrize("bad", [0, -1, float("nan"), "1"])
+def test_a_clip_norm_must_be_positive(bad):
+    with pytest.raises(ValueError, match="clip_norm="):
+        private_run(simple_plan(), clip_norm=bad)
+
+
+def test_data_that_do_not_fit_the_plan_are_refused():
+    with pytest.raises(ValueError, match=r"len\(dataset\)=100: must be the plan's examples=400"):
+        private_run(simple_plan(), data=small_data(100))
+
+
+def test_a_gradient_that_is_not_finite_releases_nothing():
+    private = private_run(simple_plan())
+    x, y = next(iter(private.loader))
+    (private.criterion(private.model(x), y) * float("nan")).backward()
+    with pytest.raises(ValueError, match="not finite; nothing was released"):
+        private.optimizer.step()
+    assert private.ledger.steps_released == 0
+    assert private.step == 0
+
+
+def test_a_released_step_with_other_data_is_refused():
+    private = private_run(simple_plan())
+    start = copy.deepcopy(private.state_dict())
+    train(private, until=3)
+    private.load_state_dict(start)
+    train(private, until=3)  # the same again is a replay
+    assert private.ledger.replays == 3
+    private.load_state_dict(start)
+    private.loader.dataset.tensors[0][:] *= -1
+    with pytest.raises(ValueError, match="released before with another sum of gradients"):
+        train(private)
+
+
+def test_close_leaves_a_plain_model():
+    private = private_run(simple_plan())
+    train(private, until=1)
+    private.close()
+    assert not any(module._backward_hooks or module._forward_hooks for module in private.model.modules())
+    assert not any(hasattr(p, "grad_sample") for p in private.model.parameters())
+
+
+def test_with_fsdp_only_ghost_clipping_is_permitted():
+    model = small_model()
+    with pytest.raises(ValueError, match="clipping='hooks': with FSDP2 must be 'ghost'"):
+        make_clipping("hooks", model, dict(model.named_parameters()), 1.0, False, "mean", world=2)

@@ -1,0 +1,64 @@
+"""DDP and FSDP2 with real processes: what they train is what one process trains."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rank_training import make
+from training import train, weights
+
+HERE = Path(__file__).parent
+pytestmark = pytest.mark.slow
+
+
+def torchrun(ranks, *arguments):
+    """Run rank_training.py on so many ranks; fails with its error output."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    result = subprocess.run(
+        [*command, HERE / "rank_training.py", *map(str, arguments)],
+        capture_output=True, text=True, timeout=150, check=False,
+        env={**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """All runs, in as few launches as can be: starting processes takes longer than training."""
+    folder = tmp_path_factory.mktemp("ranks")
+    torchrun(
+        3, folder, "ddp-3:ddp:ghost", "fsdp-3:fsdp:ghost", "ddp-on:ddp:hooks:10", "fsdp-on:fsdp:ghost:10"
+    )
+    torchrun(2, folder, "ddp-2:ddp:hooks", "fsdp-2:fsdp:ghost", "ddp-on:ddp:hooks", "fsdp-on:fsdp:ghost")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The weights of one process."""
+    return weights(train(make("one", "hooks")).model)
+
+
+@pytest.mark.parametrize("name", ["ddp-2", "ddp-3", "fsdp-2", "fsdp-3"])
+def test_ranks_train_what_one_process_trains(name, alone, folder):
+    torch.testing.assert_close(torch.load(folder / name / "final.pt"), alone, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["ddp-on", "fsdp-on"])
+def test_a_run_goes_on_with_another_number_of_ranks(name, alone, folder):
+    torch.testing.assert_close(torch.load(folder / name / "final.pt"), alone, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["ddp-3", "fsdp-2"])
+def test_every_rank_has_the_same_number_of_physical_batches(name, folder):
+    first, *others = (torch.load(path) for path in (folder / name).glob("pieces-*.pt"))
+    assert others
+    assert all(counts == first for counts in others)
+    assert min(first) == 1
+    assert max(first) > 1

@@ -1,0 +1,146 @@
+"""Checkpoint and restart: the same weights and the same releases, whatever happens in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bandmf.noise import Key
+from bandmf.torch import make_private
+from training import simple_plan, small_data, small_model, train, weights
+
+HERE = Path(__file__).parent
+
+
+def open_run(folder, plan=None, data=None, **options):
+    plan = plan or simple_plan(steps=12)
+    model = small_model(dropout=0.2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    options = {"clip_norm": 0.5, "criterion": torch.nn.CrossEntropyLoss(), "save_every": 4, **options}
+    data = small_data() if data is None else data
+    return make_private(model, optimizer, data, plan, run_folder=folder, **options)
+
+
+def kinds(folder):
+    entries = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    return [entry["kind"] for entry in entries], {
+        entry["step"]: (entry["batch"], entry["sum"]) for entry in entries if entry["kind"] == "step"
+    }
+
+
+@pytest.mark.slow
+def test_a_run_killed_twenty_times_is_the_run_that_was_not(tmp_path):
+    result = subprocess.run(
+        [sys.executable, HERE / "killed_training.py", tmp_path, "20"],
+        capture_output=True, text=True, timeout=200, check=True,
+        env={**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    kills = json.loads(result.stdout)
+    assert sum(kills.values()) == 20
+    assert min(kills.values()) >= 2  # in every kind of place
+    clean, killed = tmp_path / "clean", tmp_path / "killed"
+    assert torch.equal(torch.load(clean / "final.pt"), torch.load(killed / "final.pt"))
+    (clean_kinds, clean_steps), (killed_kinds, killed_steps) = kinds(clean), kinds(killed)
+    assert killed_steps == clean_steps  # the same sums were released
+    assert clean_kinds.count("replay") == 0
+    assert killed_kinds.count("replay") > 0
+    assert set(killed_kinds) == {"run", "step", "replay"}
+
+
+def test_a_restart_goes_on_from_the_last_checkpoint_bit_for_bit(tmp_path):
+    key = Key()
+    whole = train(open_run(tmp_path / "whole", key=key))
+    first = train(open_run(tmp_path / "cut", key=key), until=10)
+    first.close()
+    second = open_run(tmp_path / "cut")  # the key is in the folder
+    assert second.resume()
+    assert second.step == 8
+    train(second)
+    assert torch.equal(weights(second.model), weights(whole.model))
+    assert second.ledger.replays == 2
+    assert not open_run(tmp_path / "new").resume()
+
+
+def test_state_dict_holds_the_whole_run_but_not_the_key(tmp_path):
+    key = Key()
+    private = train(open_run(None, key=key, save_every=None), until=7)
+    torch.save(private.state_dict(), tmp_path / "state.pt")
+    train(private)
+    for secret in (key, key.derive("noise"), key.derive("sampling"), key.derive("partition")):
+        assert secret.secret not in (tmp_path / "state.pt").read_bytes()
+    other = open_run(None, key=key, save_every=None)
+    with pytest.raises(ValueError, match="the ledger has 0 steps"):
+        other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=False))
+    other.run.ledger = private.ledger
+    other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=False))
+    assert other.step == 7
+    train(other)
+    assert torch.equal(weights(other.model), weights(private.model))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("clip_norm", {"clip_norm": 0.6}),
+        ("plan", {"plan": simple_plan(steps=12, noise_multiplier=0.4)}),
+        ("plan", {"plan": simple_plan(steps=13)}),
+        ("examples", {"plan": simple_plan(steps=12, examples=300), "data": small_data(300)}),
+        ("per_layer", {"per_layer": True}),
+        ("key", {"key": Key(bytes(32))}),
+    ],
+)
+def test_a_run_goes_on_only_as_it_began(tmp_path, name, change):
+    train(open_run(tmp_path), until=5).close()
+    with pytest.raises(ValueError, match=f"^{name}"):
+        open_run(tmp_path, **change)
+
+
+def test_another_sampler_is_refused(tmp_path, monkeypatch):
+    train(open_run(tmp_path), until=5).close()
+    import bandmf.sampling
+
+    describe = bandmf.sampling._describe
+    monkeypatch.setattr(bandmf.sampling, "_describe", lambda *a, **k: {**describe(*a, **k), "version": 2})
+    with pytest.raises(ValueError, match=r"sampler=.*the privacy of the plan rests on"):
+        open_run(tmp_path)
+
+
+def test_other_data_after_a_restart_are_refused_for_released_steps(tmp_path):
+    train(open_run(tmp_path), until=6).close()
+    data = small_data()
+    data.tensors[0][:] += 1
+    private = open_run(tmp_path, data=data)
+    private.resume()
+    with pytest.raises(ValueError, match="step=4: was released before with another sum of gradients"):
+        train(private)
+
+
+def test_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch):
+    from bandmf.torch import checkpoint
+
+    private = train(open_run(tmp_path), until=6)
+    monkeypatch.setattr(checkpoint, "_publish", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        private.save()
+    monkeypatch.undo()
+    private.close()
+    second = open_run(tmp_path)
+    assert second.resume()
+    assert second.step == 4
+    train(second)
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert len(kept) == 2
+    assert not any(name.startswith(".") for name in kept)
+
+
+def test_saving_needs_a_folder():
+    private = open_run(None, save_every=None)
+    for act in (private.save, private.resume):
+        with pytest.raises(ValueError, match="run_folder=None"):
+            act()

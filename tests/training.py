@@ -1,0 +1,71 @@
+"""What the tests of sampling and training share: plans without a search, and a small problem to train on."""
+
+from __future__ import annotations
+
+import math
+
+from bandmf.planning import Plan
+from bandmf.strategies import BandedToeplitz, Identity
+
+
+def simple_plan(steps=24, examples=400, batch_size=20, bands=4, noise_multiplier=0.5, **changes):
+    """A plan with given numbers; its epsilon is not computed, since nothing here depends on it."""
+    strategy = Identity(steps)
+    if bands > 1:
+        strategy = BandedToeplitz([1 / math.sqrt(1 + k) for k in range(bands)], steps)
+    fields = {
+        "steps": steps,
+        "examples": examples,
+        "batch_size": batch_size,
+        "epsilon": 1.0,
+        "delta": 1e-6,
+        "adjacency": "add-remove",
+        "bands": bands,
+        "strategy": strategy,
+        "noise_multiplier": noise_multiplier,
+        "error": 1.0,
+    }
+    return Plan(**{**fields, **changes})
+
+
+def small_data(examples=400, features=8, classes=3, dtype=None):
+    """Random inputs and labels, the same every time."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(examples, features, generator=generator, dtype=dtype)
+    return torch.utils.data.TensorDataset(inputs, torch.randint(0, classes, (examples,), generator=generator))
+
+
+def small_model(dtype=None, dropout=0.0):
+    """Two layers and a norm, the same every time."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(1)
+    layers = [nn.Linear(8, 16), nn.LayerNorm(16), nn.Dropout(dropout), nn.Tanh(), nn.Linear(16, 3)]
+    return nn.Sequential(*layers).to(dtype)
+
+
+def train(private, until=None):
+    """An ordinary loop, to the end of the plan or until a step."""
+    criterion = private.criterion
+    while not private.finished:
+        for x, y in private.loader:
+            private.optimizer.zero_grad()
+            loss = criterion(private.model(x), y)
+            loss.backward()
+            private.optimizer.step()
+            if private.scheduler is not None:
+                private.scheduler.step()
+            if private.step == until:
+                return private
+    return private
+
+
+def weights(model):
+    """All weights in one vector, gathered where they are sharded."""
+    import torch
+
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return torch.cat([p.detach().flatten() for p in whole])
