@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import sparse
 
+from bandmf import _check
 from bandmf._check import FloatArray, IntArray
 from bandmf.participation import FixedEpochs, MinSeparation, Participation, Single
 from bandmf.strategies import Strategy
@@ -54,6 +55,8 @@ def certified_sensitivity(strategy: Strategy, participation: Participation | Non
     """The tightest certified value of the sensitivity, with its standing."""
     if participation is None or isinstance(participation, Single):
         return Sensitivity(strategy.largest_column_norm(), True, "largest column norm")
+    if not isinstance(participation, (FixedEpochs, MinSeparation)):
+        raise _check.fail("participation", participation, "must be Single(), MinSeparation(...) or FixedEpochs(...)")
     if isinstance(participation, FixedEpochs):
         return _fixed_epochs(strategy, participation)
     return _min_separation(strategy, participation)

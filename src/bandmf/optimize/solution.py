@@ -74,13 +74,13 @@ def descend(
     called after each iteration with (iteration, loss, x) and ends the run by returning True.
     """
     best_x = np.array(start, dtype=np.float64)
-    best_loss, _ = loss_and_gradient(best_x)
+    best_loss, best_slope = loss_and_gradient(best_x)
     if not math.isfinite(best_loss):
         raise ValueError("start: the loss is not finite there, so there is nothing to improve on")
     shape, iterations, stopped = best_x.shape, 0, False
 
     def guarded(flat: FloatArray) -> tuple[float, FloatArray]:
-        nonlocal best_x, best_loss
+        nonlocal best_x, best_loss, best_slope
         x = flat.reshape(shape)
         with np.errstate(all="ignore"):
             loss, slope = loss_and_gradient(x)
@@ -88,7 +88,7 @@ def descend(
             away = x - best_x
             return best_loss + 1 + float(np.linalg.norm(away)), (away / np.linalg.norm(away)).ravel()
         if loss < best_loss:
-            best_x, best_loss = x.copy(), loss
+            best_x, best_loss, best_slope = x.copy(), loss, slope
         return loss, slope.ravel()
 
     def after(intermediate_result: object) -> None:
@@ -113,8 +113,9 @@ def descend(
             "maxls": 40,
         },
     )
-    # A line search that finds no lower point at rounding level is convergence, not failure.
-    flat_enough = float(np.abs(result.jac).max()) < 1e-5 * max(1.0, abs(best_loss))
-    converged = bool(result.success or stopped or flat_enough)
+    # A line search that finds no lower point at rounding level is convergence, not failure; one that ends at
+    # the wall is failure, whatever it says.
+    flat = float(np.abs(best_slope).max()) < 1e-4 * max(1.0, abs(best_loss))
+    converged = stopped or (flat and iterations < max_iterations)
     message = "stopped as asked" if stopped else str(result.message)
     return Descent(best_x, best_loss, iterations, converged, message)

@@ -1,0 +1,115 @@
+"""The command line: every command with its example, JSON that parses, one clear line for bad input."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+import bandmf
+from bandmf.cli import app
+
+runner = CliRunner()
+BUDGET = ["--epsilon", "8", "--delta", "1e-6", "--examples", "6000", "--batch-size", "60", "--steps", "200"]
+
+
+def run(*arguments: str) -> str:
+    result = runner.invoke(app, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.mark.parametrize("command", ["plan", "compare", "optimize", "train"])
+def test_help_shows_an_example(command):
+    assert "Example: bandmf" in run(command, "--help")
+
+
+def test_optimize_prints_what_the_library_finds():
+    found = json.loads(run("optimize", "--steps", "256", "--bands", "16", "--family", "banded", "--json"))
+    assert found["rmse"] == pytest.approx(bandmf.optimize.banded(256, 16).rmse, rel=1e-9)
+    assert found["optimality_gap"] < 1e-4
+
+
+@pytest.mark.parametrize("family", ["toeplitz", "horizon", "dense", "inverse-plus-constant"])
+def test_optimize_knows_every_family(family):
+    found = json.loads(run("optimize", "--steps", "64", "--bands", "8", "--family", family, "--json"))
+    assert 2.0 < found["rmse"] < found["independent_noise_rmse"]
+
+
+def test_a_saved_strategy_is_loaded_again(tmp_path):
+    file = tmp_path / "strategy.npz"
+    first = json.loads(run("optimize", "--steps", "64", "--bands", "8", "--save", str(file), "--json"))
+    second = json.loads(run("optimize", "--steps", "64", "--load", str(file), "--json"))
+    assert second["rmse"] == pytest.approx(first["rmse"], rel=1e-12)
+
+
+def test_plan_saves_and_draws(tmp_path):
+    found = json.loads(
+        run(
+            "plan",
+            *BUDGET,
+            "--bands",
+            "4",
+            "--json",
+            "--save",
+            str(tmp_path / "p.json"),
+            "--plot",
+            str(tmp_path / "p.png"),
+        )
+    )
+    assert bandmf.Plan.load(tmp_path / "p.json").digest == found["digest"]
+    assert (tmp_path / "p.png").stat().st_size > 5_000
+
+
+def test_plan_explains_itself_and_shows_what_was_weighed():
+    assert "Guarantee." in run("plan", *BUDGET, "--bands", "4", "--explain")
+    assert "What was weighed" in run("plan", *BUDGET, "--bands", "4")
+
+
+def test_compare_lists_all_mechanisms_best_first():
+    found = json.loads(
+        run("compare", "--steps", "128", "--epochs", "4", "--epsilon", "4", "--delta", "1e-6", "--json")
+    )
+    ratios = [row["ratio"] for row in found["mechanisms"]]
+    assert ratios == sorted(ratios)
+    assert ratios[0] == 1.0
+    names = {row["mechanism"] for row in found["mechanisms"]}
+    assert {
+        "BandMF",
+        "DP-SGD",
+        "BLT",
+        "FHU (square root)",
+        "Tree aggregation",
+        "Stamping",
+        "Dense MF",
+    } <= names
+
+
+def test_train_compares_both_mechanisms(tmp_path):
+    found = json.loads(
+        run(
+            *("train", "--dataset", "digits", "--epochs", "0.5", "--batch-size", "64", "--seeds", "1"),
+            *("--learning-rates", "0.25", "--plot", str(tmp_path / "t.png"), "--json"),
+        )
+    )
+    assert [row["mechanism"] for row in found["runs"]] == ["DP-SGD", "BandMF"]
+    assert (tmp_path / "t.png").stat().st_size > 5_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["optimize", "--steps", "100", "--bands", "0"], "bands=0"),
+        (["optimize", "--steps", "64", "--schedule", "zigzag"], "schedule='zigzag'"),
+        (["plan", *BUDGET, "--epsilon", "-1"], "epsilon=-1.0"),
+        (["plan", *BUDGET, "--separation", "4"], "give both or neither"),
+        (["optimize", "--steps", "64", "--load", "nowhere.npz"], "nowhere.npz"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_status_2(arguments, message):
+    command = [sys.executable, "-c", "from bandmf.cli import main; main()", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
