@@ -50,7 +50,7 @@ class Ledger:
     >>> ledger = Ledger(None, Key(), {"plan": "5f2c", "steps": 10})
     >>> ledger.release(0, b"indices", b"sum"), ledger.release(0, b"indices", b"sum")
     ('step', 'replay')
-    >>> ledger.release(0, b"indices", b"other")
+    >>> ledger.release(0, b"indices", b"other")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ValueError: step=0: was released before with another sum of gradients; ...
     """
@@ -61,6 +61,7 @@ class Ledger:
         self._released = bytearray()  # two digests for each step
         self._chain, self.entries, self.replays = "", 0, 0
         self._file: int | None = None
+        self.run: dict[str, Any] = {}
         lines = [] if path is None else self._open(Path(path))
         for number, line in enumerate(lines):
             self._read(number, line, path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.resources import files
+from json import load
 from pathlib import Path
 from typing import Annotated
 
@@ -18,9 +20,9 @@ _EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 
 
 def compare_command(
-    steps: Annotated[int, typer.Option(help="Training steps.")],
-    epochs: Annotated[int, typer.Option(help="Passes over the data.")],
-    delta: Annotated[float, typer.Option(help="Privacy budget: delta.")],
+    steps: Annotated[int | None, typer.Option(help="Training steps.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the data.")] = None,
+    delta: Annotated[float | None, typer.Option(help="Privacy budget: delta.")] = None,
     epsilon: Annotated[float, typer.Option(help="Privacy budget: epsilon.")] = 8.0,
     plot: Annotated[
         Path | None, typer.Option(help="Draw RMSE against epsilon for all mechanisms (takes a minute).")
@@ -28,8 +30,16 @@ def compare_command(
     map: Annotated[
         Path | None, typer.Option(help="Draw the best bands over epochs and epsilon (takes minutes).")
     ] = None,
+    mechanisms: Annotated[
+        bool, typer.Option("--mechanisms", help="List all mechanisms and their measured properties.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
+    if mechanisms:
+        _print_properties(json)
+        return
+    if steps is None or epochs is None or delta is None:
+        raise ValueError("steps, epochs, delta: all three are needed (or --mechanisms)")
     with show.status("comparing") as line:
         table = compare(epsilon=epsilon, delta=delta, steps=steps, epochs=epochs, progress=line.update)
         if plot is not None:
@@ -43,6 +53,31 @@ def compare_command(
 
 
 compare_command.__doc__ = f"Compare every mechanism's error at the same privacy budget.\n\n{_EXAMPLE}"
+
+
+def _print_properties(as_json: bool) -> None:
+    """The paper's three properties of every mechanism, as measured by benchmarks/mechanisms.py."""
+    found = load(files("bandmf.planning").joinpath("mechanisms.json").open())
+    if as_json:
+        show.print_json(found)
+        return
+    table = Table(
+        title=f"Mechanisms, measured on {found['date']}", title_justify="left", box=None, padding=(0, 1)
+    )
+    table.add_column("mechanism", no_wrap=True)
+    for name in ("quickly found", "little state", "best somewhere"):
+        table.add_column(name, justify="center")
+    for row in found["rows"]:
+        marks = (row["efficient_selection"], row["sublinear_overhead"], row["optimal_somewhere"])
+        table.add_row(row["mechanism"], *("yes" if mark else "no" for mark in marks))
+    show.console.print(table)
+    grid, scale = found["grid"], found["scale"]
+    show.console.print(
+        f"Quickly found: under a minute at {scale} steps. Little state: at most an eighth of the steps as "
+        f"vectors. Best somewhere: on the grid steps {grid['steps']}, epochs {grid['epochs']}, epsilon "
+        f"{grid['epsilon']}, delta {grid['delta']:g}.",
+        highlight=False,
+    )
 
 
 def _print(rows: list[Comparison], title: str) -> None:

@@ -151,7 +151,6 @@ class Engine:
             return y, decays.reshape(-1, *[1] * y.ndim) * history + y
         age = (step - 1 - jnp.arange(slots)) % slots  # of the vector in each slot, counted from the newest
         y = white + _combine(weights[age], history)
-        y = lax.optimization_barrier(y)  # or XLA fuses reading and writing the ring, and copies all of it
         return y, lax.dynamic_update_index_in_dim(history, y, step % slots, 0)
 
     def _check(self, state: State, gradients: Any) -> None:
@@ -193,7 +192,7 @@ class Engine:
 
 
 def _combine(weights: Array, history: Array) -> Array:
-    """sum_s weights_s history[s]; a sum, because XLA may copy the history for a product of matrices."""
+    """sum_s weights_s history[s]."""
     return jnp.sum(weights.reshape(-1, *[1] * (history.ndim - 1)) * history, axis=0)
 
 

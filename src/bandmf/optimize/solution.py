@@ -21,10 +21,10 @@ Watcher = Callable[[int, float, FloatArray], bool]
 class Solution:
     """An optimised strategy, with how good it is and how that is known.
 
-    `rmse` is sensitivity (single participation) times the root mean squared error; `objective` the square
-    root of what was minimised (equal to `rmse` for the objective "mean"). `optimality_gap` bounds how far
-    `objective` can be, relatively, above the best possible strategy of the family named in `message`; None
-    where there is no proof.
+    `rmse` is sensitivity times the root mean squared error, for the participation that was optimised for
+    (a single one unless said otherwise); `objective` the square root of what was minimised (equal to `rmse`
+    for the objective "mean"). `optimality_gap` bounds how far `objective` can be, relatively, above the best
+    possible strategy of the family named in `message`; None where there is no proof.
     """
 
     strategy: Strategy

@@ -75,12 +75,14 @@ def _mechanisms(
         yield "Banded square root", True, best.noise_multiplier, rmse(root), best.bands
     participation = MinSeparation(epochs, steps // epochs)
     sigma = accounting.noise_multiplier(epsilon, delta, 1.0, 1)
-    for name, make in _unamplified(steps, epochs, participation).items():
+    for name, make in unamplified_strategies(steps, epochs, participation).items():
         strategy = make()
         yield name, False, sigma, rmse(strategy, participation=participation), strategy.bands
 
 
-def _unamplified(steps: int, epochs: int, participation: MinSeparation) -> dict[str, Callable[[], Strategy]]:
+def unamplified_strategies(
+    steps: int, epochs: int, participation: MinSeparation
+) -> dict[str, Callable[[], Strategy]]:
     """Mechanisms that rely on no sampling, by name."""
     separation = participation.separation
     found: dict[str, Callable[[], Strategy]] = {

@@ -44,7 +44,7 @@ def state_dict(private: Private, copy: bool = True) -> dict[str, Any]:
         "step": run.step,
         "plan": run.plan.digest,
         "sampler": run.sampler.identity,
-        "ledger": run.ranks.on_first(lambda: run.ledger and run.ledger.proof(run.step)),
+        "ledger": run.ranks.on_first(lambda: run.recorded.proof(run.step)),
         "random": {str(run.ranks.rank): _random_state()},
     }
 
@@ -58,7 +58,7 @@ def load_state_dict(private: Private, state: dict[str, Any]) -> None:
         )
     if state["sampler"] != run.sampler.identity:
         raise _check.fail("state['sampler']", state["sampler"], f"must be {run.sampler.identity!r}")
-    run.ranks.on_first(lambda: run.ledger and run.ledger.expect(state["step"], state["ledger"]))
+    run.ranks.on_first(lambda: run.recorded.expect(state["step"], state["ledger"]))
     run.abandon()
     run.noise = run.engine.load_state_dict(run.noise, state["noise"])
     set_state_dict(
@@ -80,7 +80,7 @@ def save(private: Private, folder: Path) -> Path:
             "save() in the middle of a step would lose it; save when optimizer.stepped is true"
         )
     first = private.run.ranks.on_first
-    name = first(lambda: f"{private.run.ledger.entries:010d}" if private.run.ledger else "")
+    name = first(lambda: f"{private.run.recorded.entries:010d}")
     target, draft = folder / "checkpoints" / name, folder / "checkpoints" / f".writing-{name}"
     if first(target.exists):
         return target  # nothing was released since

@@ -39,7 +39,7 @@ class GhostCriterion:
     def __init__(self, criterion: Callable[..., Tensor], run: Run) -> None:
         if hasattr(criterion, "reduction"):
             criterion = copy.copy(criterion)
-            criterion.reduction = "none"  # type: ignore[attr-defined]
+            criterion.reduction = "none"
         self._criterion, self._run = criterion, run
 
     def __call__(self, *arguments: Any, **named: Any) -> GhostLoss:

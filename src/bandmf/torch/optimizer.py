@@ -31,7 +31,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """Whether the last call of `step` completed a logical step."""
         return self._run.stepped
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One physical batch; the wrapped optimizer steps when the logical batch is complete."""
         result = None
         if closure is not None:

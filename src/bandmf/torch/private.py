@@ -81,7 +81,7 @@ def make_private(
     key = ranks.share_key(found[0] if found else None)
     ranks.start_equal(model)
     data, options = from_loader(dataset)
-    batches = sampler(plan, key, len(data) if hasattr(data, "__len__") else None)  # type: ignore[arg-type]
+    batches = sampler(plan, key, len(data) if hasattr(data, "__len__") else None)
     world = ranks.world if ranks.sharded else None
     clip = make_clipping(clipping, model, parameters, clip_norm, per_layer, loss_reduction, world)
     run = Run(plan, key, batches, parameters, clip_norm, clip, ranks)

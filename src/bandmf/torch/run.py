@@ -69,6 +69,12 @@ class Run:
         return self.noise.step
 
     @property
+    def recorded(self) -> Ledger:
+        """The ledger, which only rank 0 has."""
+        assert self.ledger is not None
+        return self.ledger
+
+    @property
     def piece(self) -> Piece:
         """The physical batch that was drawn and not yet stepped on."""
         if self._piece is None:
@@ -109,8 +115,9 @@ class Run:
     def consume(self) -> bool:
         """Clip and add up the batch; when its step is complete, release it into the `.grad`s and return True."""
         piece = self.piece
+        # Per-example gradients stay until the next batch: freed here, in a row, their memory would go back to the
+        # operating system, and fetching it again costs a fifth of a step.
         self.clipping.add_to(self.sums.views, len(piece.indices), piece.valid)
-        self.clipping.clear()
         self.stepped = piece.last
         if piece.last:
             self._release(piece)
@@ -131,12 +138,7 @@ class Run:
                 f"step={piece.step}: a gradient is not finite; nothing was released: look for an overflow in the loss"
             )
         total = b"".join(digest for _, digest in found)
-
-        def record() -> None:
-            assert self.ledger is not None
-            self.ledger.release(piece.step, piece.batch.tobytes(), total)
-
-        self.ranks.on_first(record)
+        self.ranks.on_first(lambda: self.recorded.release(piece.step, piece.batch.tobytes(), total))
 
 
 def _like(parameter: Tensor, mean: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from cryptography.hazmat.primitives.poly1305 import Poly1305
 from torch import Tensor
@@ -49,7 +50,7 @@ class Sums:
         found = Poly1305(secret)
         for flat in self.flats:
             words = flat.view(torch.int32)
-            found.update(memoryview(words.numpy()).cast("B") if words.is_cpu else fingerprint(words, secret))
+            found.update(words.numpy().view(np.uint8).data if words.is_cpu else fingerprint(words, secret))
         return found.finalize()
 
 
