@@ -20,10 +20,10 @@ import torch
 
 from bandmf import ledger
 from bandmf.noise import Key
-from bandmf.torch import checkpoint, clipping, make_private
+from bandmf.torch import checkpoint, make_private, per_example
 from training import simple_plan, small_data, small_model, train, weights
 
-STEPS = 60
+STEPS = 40
 PLACES = ["accumulation", "ledger", "released", "checkpoint", "state", "cleaning", "random"]
 
 
@@ -55,8 +55,8 @@ def plant(place, after):
         return visits[0] == after
 
     if place == "accumulation":
-        original = clipping.PerExample.add_to
-        clipping.PerExample.add_to = lambda *a: die() if now() else original(*a)
+        original = per_example.PerExample.add_to
+        per_example.PerExample.add_to = lambda *a: die() if now() else original(*a)
     elif place == "ledger":
         write = os.write
         # Half a line reaches the file.
@@ -102,7 +102,8 @@ def main():
     attempt(folder / "clean", "nowhere", 0, 0)
     for number in range(attempts):
         place = PLACES[number % len(PLACES)]
-        kills[place] += attempt(folder / "killed", place, dice.randint(2, 5), dice.uniform(0.05, 0.3))
+        visits = dice.randint(1, 2) if place in ("checkpoint", "state", "cleaning") else dice.randint(1, 4)
+        kills[place] += attempt(folder / "killed", place, visits, dice.uniform(0.05, 0.3))
     attempt(folder / "killed", "nowhere", 0, 0)  # to the end
     print(json.dumps(kills))
 

@@ -31,13 +31,13 @@ def _no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Every sigma for which the accountant was asked."""
     asked: list[float] = []
-    evaluate = accounting._evaluate
+    evaluate = accounting.record.evaluate
 
-    def counting(setting: accounting._Setting, sigma: float) -> float:
+    def counting(setting: accounting.setting.Setting, sigma: float) -> float:
         asked.append(sigma)
         return evaluate(setting, sigma)
 
-    monkeypatch.setattr(accounting, "_evaluate", counting)
+    monkeypatch.setattr(accounting.record, "evaluate", counting)
     return asked
 
 
@@ -286,8 +286,8 @@ def test_a_mispaired_sampling_probability_is_caught() -> None:
 def test_a_wrong_estimate_costs_time_but_never_privacy(
     factor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    estimate = accounting._estimate
-    monkeypatch.setattr(accounting, "_estimate", lambda *arguments: factor * estimate(*arguments))
+    estimate = accounting.estimate._estimate
+    monkeypatch.setattr(accounting.estimate, "_estimate", lambda *arguments: factor * estimate(*arguments))
     sigma = accounting.noise_multiplier(2.0, 1e-6, 0.1, 100)
     assert 2.0 * (1 - 2e-4) <= accountant_epsilon(sigma, 1e-6, 0.1, 100) <= 2.0
 
@@ -306,17 +306,19 @@ def test_two_verdicts_of_the_accountant_are_enough(
 
 
 def test_the_estimate_agrees_with_the_accountant_on_the_same_grid() -> None:
-    setting = accounting._setting(1e-6, 0.1, 512, "add-remove", None, None)
+    setting = accounting.setting.checked_setting(1e-6, 0.1, 512, "add-remove", None, None)
     accountant = pld.PLDAccountant(value_discretization_interval=1e-3)
     event = dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.GaussianDpEvent(3.0))
     theirs = accountant.compose(event, 512).get_epsilon(1e-6)
-    losses = accounting._losses(setting, 3.0)
-    assert accounting._estimate(losses, 512, 1e-6, 1e-3) == pytest.approx(theirs, rel=1e-5)
+    losses = accounting.estimate.round_losses(setting, 3.0)
+    assert accounting.estimate._estimate(losses, 512, 1e-6, 1e-3) == pytest.approx(theirs, rel=1e-5)
 
 
 @pytest.mark.parametrize(("examples", "cap", "q"), [(1000, 60, 0.05), (50, 3, 0.1), (10, 9, 1.0)])
 def test_the_estimate_knows_how_often_a_cap_bites(examples: int, cap: int, q: float) -> None:
-    bites, conditional = accounting._setting(1e-6, q, 1, "add-remove", cap, examples).truncation
+    bites, conditional = accounting.setting.checked_setting(
+        1e-6, q, 1, "add-remove", cap, examples
+    ).truncation
     others = np.arange(examples)
     sampled = special.comb(examples - 1, others) * q**others * (1.0 - q) ** (examples - 1 - others)
     assert bites == pytest.approx(sampled[cap:].sum())
@@ -351,7 +353,7 @@ def test_every_input_and_version_is_part_of_the_key(cache: Path, monkeypatch: py
         return float(count)
 
     def ask(*inputs: object) -> None:
-        accounting._cached("epsilon", accounting._setting(*inputs), 1.0, compute)
+        accounting.cache.cached("epsilon", accounting.setting.checked_setting(*inputs), 1.0, compute)
 
     variants = [
         (1e-6, 0.1, 10, "add-remove", None, None),
@@ -367,10 +369,10 @@ def test_every_input_and_version_is_part_of_the_key(cache: Path, monkeypatch: py
         ask(*variant)
         ask(*variant)
     assert count == len(variants)
-    setting = accounting._setting(*variants[0])
-    accounting._cached("noise_multiplier", setting, 1.0, compute)
-    accounting._cached("epsilon", setting, 1.5, compute)
-    monkeypatch.setattr(accounting, "_SCHEME", accounting._SCHEME + 1)
+    setting = accounting.setting.checked_setting(*variants[0])
+    accounting.cache.cached("noise_multiplier", setting, 1.0, compute)
+    accounting.cache.cached("epsilon", setting, 1.5, compute)
+    monkeypatch.setattr(accounting.cache, "_SCHEME", accounting.cache._SCHEME + 1)
     ask(*variants[0])
     monkeypatch.setattr("importlib.metadata.version", lambda name: "99.0")
     ask(*variants[0])
@@ -419,31 +421,31 @@ def test_where_the_cache_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("HOME", str(tmp_path))
     for off in ("", "0", "off", "OFF"):
         monkeypatch.setenv("BANDMF_CACHE", off)
-        assert accounting._cache_folder() is None
+        assert accounting.cache._cache_folder() is None
     monkeypatch.setenv("BANDMF_CACHE", "~/mine")
-    assert accounting._cache_folder() == tmp_path / "mine" / "accounting"
+    assert accounting.cache._cache_folder() == tmp_path / "mine" / "accounting"
     monkeypatch.delenv("BANDMF_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert accounting._cache_folder() == tmp_path / "xdg" / "bandmf" / "accounting"
+    assert accounting.cache._cache_folder() == tmp_path / "xdg" / "bandmf" / "accounting"
     for ignored in ("relative", ""):
         monkeypatch.setenv("XDG_CACHE_HOME", ignored)
-        assert accounting._cache_folder() == tmp_path / ".cache" / "bandmf" / "accounting"
+        assert accounting.cache._cache_folder() == tmp_path / ".cache" / "bandmf" / "accounting"
 
 
 def _write_often(path: Path) -> None:
     for _ in range(200):
-        accounting._write(path, "{}", 1.25)
+        accounting.cache._write(path, "{}", 1.25)
 
 
 def test_several_processes_never_see_half_an_entry(tmp_path: Path) -> None:
     path = tmp_path / "entry.json"
-    accounting._write(path, "{}", 1.25)
+    accounting.cache._write(path, "{}", 1.25)
     context = multiprocessing.get_context("fork")
     writers = [context.Process(target=_write_often, args=(path,)) for _ in range(3)]
     for writer in writers:
         writer.start()
     while any(writer.is_alive() for writer in writers):
-        assert accounting._read(path, "{}") == 1.25
+        assert accounting.cache._read(path, "{}") == 1.25
     for writer in writers:
         writer.join()
         assert writer.exitcode == 0

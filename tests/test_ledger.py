@@ -145,6 +145,18 @@ def test_a_line_is_on_the_disk_before_release_returns(path, monkeypatch):
     assert synced == [2]
 
 
+def test_a_full_disk_releases_nothing(path, monkeypatch):
+    write(path, 2)
+    ledger, write_whole = open_ledger(path), os.write
+    monkeypatch.setattr(os, "write", lambda file, line: write_whole(file, line[:30]))
+    with pytest.raises(OSError, match="full"):
+        ledger.release(2, b"batch 2", b"sum 2")
+    monkeypatch.undo()
+    assert ledger.release(2, b"batch 2", b"sum 2") == "step"
+    ledger.close()
+    assert open_ledger(path).steps_released == 3
+
+
 def test_the_digests_are_keyed(path):
     write(path, 1)
     other = Ledger(path.with_name("other"), Key(), RUN)

@@ -14,7 +14,8 @@ from bandmf.noise import Key, NumpyEngine
 from bandmf.sampling import sampler
 from bandmf.strategies import Identity
 from bandmf.torch import make_private
-from bandmf.torch.clipping import make_clipping
+from bandmf.torch.private import make_clipping
+from bandmf.torch.sums import Sums, fingerprint
 from training import simple_plan, small_data, small_model, train, weights
 
 KEY = Key(bytes(range(32)))
@@ -547,3 +548,34 @@ def test_with_fsdp_only_ghost_clipping_is_permitted():
     model = small_model()
     with pytest.raises(ValueError, match="clipping='hooks': with FSDP2 must be 'ghost'"):
         make_clipping("hooks", model, dict(model.named_parameters()), 1.0, False, "mean", world=2)
+
+
+# --- digests --------------------------------------------------------------------------------------------
+
+
+def changed(tensor, how):
+    tensor = tensor.clone()
+    if how == "bit":
+        tensor[17] ^= 1 << 5
+    elif how == "sign":
+        tensor[60] ^= -(1 << 31)
+    elif how == "neighbours":
+        tensor[[3, 4]] = tensor[[4, 3]]
+    else:  # the same place in two chunks
+        tensor[[3, 19]] = tensor[[19, 3]]
+    return tensor
+
+
+@pytest.mark.parametrize("how", ["bit", "sign", "neighbours", "chunks"])
+def test_any_change_of_the_sums_changes_their_digest(how):
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(-(2**31), 2**31, (64,), generator=generator, dtype=torch.int64).to(torch.int32)
+    weights = torch.randint(-(2**62), 2**62, (2, 16), generator=generator) | 1
+    assert fingerprint(words, weights) == fingerprint(words.clone(), weights)
+    assert fingerprint(words, weights) != fingerprint(changed(words, how), weights)
+    digests = set()
+    for numbers, key in ((words, KEY), (changed(words, how), KEY), (words, Key())):
+        sums = Sums({"w": torch.zeros(64)}, key.secret)
+        sums.views["w"].copy_(numbers.view(torch.float32))
+        digests.add(sums.digest())
+    assert len(digests) == 3

@@ -155,8 +155,14 @@ class Ledger:
     def _append(self, entry: dict[str, Any]) -> None:
         line = json.dumps({**entry, "chain": self._chain}).encode()
         if self._file is not None:
-            os.write(self._file, line + b"\n")
-            os.fsync(self._file)
+            before = os.fstat(self._file).st_size
+            try:
+                if os.write(self._file, line + b"\n") <= len(line):
+                    raise OSError("the disk is full")
+                os.fsync(self._file)
+            except OSError:
+                os.ftruncate(self._file, before)  # half a line must not come before the next
+                raise
         self._chain = hashlib.sha256(line).hexdigest()
         self.entries += 1
 

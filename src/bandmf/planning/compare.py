@@ -13,7 +13,7 @@ from bandmf.planning.search import plan
 from bandmf.strategies import Strategy
 
 _BATCH = 1024  # only the ratio of examples to batch size matters here
-_DENSE = 1024  # the most steps for which dense algebra is worth the wait
+_DENSE, _DENSE_EPOCHS = 1024, 256  # steps for which dense algebra is worth the wait: one epoch, several
 
 
 class Comparison(NamedTuple):
@@ -101,6 +101,6 @@ def unamplified_strategies(
         found["Stamping"] = lambda: strategies.stamping(
             optimize.banded_toeplitz(separation, separation, normalize_columns="after").strategy, epochs
         )
-    if steps <= _DENSE and steps % epochs == 0:
+    if steps <= (_DENSE if epochs == 1 else _DENSE_EPOCHS) and steps % epochs == 0:
         found["Dense MF"] = lambda: optimize.dense(steps, epochs).strategy
     return found

@@ -1,39 +1,38 @@
 """One step of a schedule in torch operations: the CPU's fast path, and CUDA's where Triton is missing.
 
-It works chunk by chunk, so that nothing of the tensor's size is allocated, and every operation inside a
-chunk runs on all of torch's threads.
+It works chunk by chunk, so that nothing of the tensor's size is allocated. On the CPU the chunks go to a few
+threads, each of which runs its operations alone: no operation waits for all cores at once, as torch's own
+threads would, which costs a hundredfold when another process has one of the cores.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
 import torch
 
-from bandmf.noise import chacha
-from bandmf.noise.normals import GROUP, PAIRS, chunks
+from bandmf.noise.normals import GROUP, chunks
 from bandmf.noise.region import Region
 from bandmf.noise.schedule import Step
-from bandmf.torch import words
+from bandmf.torch.draw import Drawer
+
+Work = Callable[[Drawer, int, int], None]
+MOST_THREADS = 8
 
 
 class Operations:
-    """Executes steps on one device with scratch memory for `CHUNK` coordinates."""
-
-    CHUNK = 256 * GROUP
+    """Executes steps on one device."""
 
     def __init__(self, secret: bytes, rounds: int, device: torch.device) -> None:
-        self._device, self._rounds = device, rounds
-        self._keystream = chacha.Keystream(secret, rounds) if device.type == "cpu" else None
-        self._key = words.key_words(secret, device)
-        groups = self.CHUNK // GROUP
-        self._words = torch.empty(groups, 3, PAIRS, dtype=torch.int32, device=device)
-        self._radius, self._theta, self._spare = torch.empty(3, groups, PAIRS, device=device)
-        self._normals = torch.empty(groups, 2, PAIRS, device=device)
-        self._sum = torch.empty(self.CHUNK, device=device)
+        self._device = device
+        threads = min(MOST_THREADS, torch.get_num_threads()) if device.type == "cpu" else 1
+        self._new_drawer = lambda: Drawer(secret, rounds, device)
+        self._drawers = [self._new_drawer()]
+        self._threads = threads
+        self._pool: ThreadPoolExecutor | None = None
 
     def advance(
         self,
@@ -46,10 +45,9 @@ class Operations:
         scale: float,
     ) -> None:
         """Take one step for the coordinates in `region`; the flat `gradient` and the rest are theirs alone."""
-        offset = region.start if region.contiguous else 0
-        for first, last in chunks(offset, offset + region.size, self.CHUNK):
-            begin, end = first - offset, last - offset
-            y = self._white(step, tensor, region, begin, end)
+
+        def work(drawer: Drawer, begin: int, end: int) -> None:
+            y = drawer.white(step, tensor, region, begin, end)
             for slot, weight in step.reads:
                 y.add_(history[slot, begin:end], alpha=weight)
             if step.prepared is not None:
@@ -64,64 +62,54 @@ class Operations:
                 history[slot, begin:end].mul_(decay).add_(y)
             gradient[begin:end].add_(y, alpha=scale)  # computed in float32 or better, rounded once
 
+        offset = region.start if region.contiguous else 0
+        pieces = chunks(offset, offset + region.size, self._piece(region.size))
+        self._share(work, [(begin - offset, end - offset) for begin, end in pieces])
+
     def prepare(self, matrix: np.ndarray, history: torch.Tensor, prepared: torch.Tensor) -> None:
         """prepared = matrix @ history: the look-ahead pass."""
+        weights, slots = torch.from_numpy(matrix).to(self._device), matrix.shape[1]
+
+        def work(drawer: Drawer, begin: int, end: int) -> None:
+            torch.mm(weights, history[:slots, begin:end], out=prepared[:, begin:end])
+
+        size = history.shape[1]
         with _full_precision():
-            weights = torch.from_numpy(matrix).to(self._device)
-            torch.mm(weights, history[: matrix.shape[1]], out=prepared)
+            self._share(work, list(chunks(0, size, self._piece(size))))
 
     @staticmethod
     def all_finite(gradient: torch.Tensor) -> torch.Tensor:
         """Whether every entry is; min and max pass NaN on, and need no memory of the gradient's size."""
         return torch.isfinite(torch.stack(torch.aminmax(gradient))).all()
 
-    def _white(self, step: Step, tensor: int, region: Region, begin: int, end: int) -> torch.Tensor:
-        """The sum of the step's draws: scratch, which may be overwritten."""
-        (drawn, feed), *more = step.draws
-        y = self._draw(drawn, tensor, region, begin, end)
-        if feed != 1:
-            y.mul_(feed)
-        if more:
-            y = self._sum[: end - begin].copy_(y)
-        for drawn, feed in more:
-            y.add_(self._draw(drawn, tensor, region, begin, end), alpha=feed)
-        return y
+    def _piece(self, size: int) -> int:
+        """Coordinates per piece: whole groups, at most a chunk, and work for every thread."""
+        each = -(-size // (self._threads * GROUP)) * GROUP
+        return max(GROUP, min(Drawer.CHUNK, each))
 
-    def _draw(self, step: int, tensor: int, region: Region, begin: int, end: int) -> torch.Tensor:
-        if region.contiguous:
-            return self.draw(step, tensor, region.start + begin, region.start + end)
-        coordinates = region.coordinates(begin, end)
-        # Each group that is touched is drawn once; neighbouring groups are drawn together.
-        groups, place = np.unique(coordinates // GROUP, return_inverse=True)
-        parts = []
-        for run in np.split(groups, np.flatnonzero(np.diff(groups) != 1) + 1):
-            for first, last in chunks(int(run[0]) * GROUP, (int(run[-1]) + 1) * GROUP, self.CHUNK):
-                parts.append(self.draw(step, tensor, first, last).clone())
-        positions = torch.from_numpy(place * GROUP + coordinates % GROUP)
-        return torch.cat(parts)[positions.to(self._device)]
+    def _share(self, work: Work, pieces: list[tuple[int, int]]) -> None:
+        """Do every piece once, on whichever thread is free."""
+        if len(pieces) < 2 or self._threads == 1:
+            for begin, end in pieces:
+                work(self._drawers[0], begin, end)
+            return
+        queue = iter(pieces)  # a list's iterator hands each piece to one thread only
 
-    def draw(self, step: int, tensor: int, start: int, stop: int) -> torch.Tensor:
-        """z for a range between two multiples of CHUNK; scratch that the next call overwrites."""
-        first, last = start // GROUP, -(-stop // GROUP)
-        out = self._words[: last - first]
-        if self._keystream is not None:
-            words.fill_on_cpu(self._keystream, out, step, tensor, first)
-        else:
-            words.fill(self._key, out, step, tensor, first, self._rounds)
-        return self._box_muller(out)[start - first * GROUP : stop - first * GROUP]
+        def worker(drawer: Drawer) -> None:
+            with torch.no_grad():
+                for begin, end in queue:
+                    work(drawer, begin, end)
 
-    def _box_muller(self, words: torch.Tensor) -> torch.Tensor:
-        n = len(words)
-        radius, theta, spare, normals = self._radius[:n], self._theta[:n], self._spare[:n], self._normals[:n]
-        words[:, 1].bitwise_or_(1)
-        unsigned = words.view(torch.uint32)
-        radius.copy_(unsigned[:, 0]).mul_(2.0**-32)
-        spare.copy_(unsigned[:, 1])
-        radius.add_(spare, alpha=2.0**-64).log_().mul_(-2).sqrt_()
-        theta.copy_(words[:, 2]).mul_(math.pi * 2.0**-31)
-        torch.mul(radius, torch.cos(theta, out=spare), out=normals[:, 0])
-        torch.mul(radius, torch.sin(theta, out=spare), out=normals[:, 1])
-        return normals.view(-1)
+        list(self._workers().map(worker, self._drawers))
+
+    def _workers(self) -> ThreadPoolExecutor:
+        if self._pool is None:
+            self._drawers += [self._new_drawer() for _ in range(self._threads - 1)]
+            chosen = torch.get_num_threads()
+            self._pool = ThreadPoolExecutor(self._threads, "bandmf-noise", torch.set_num_threads, (1,))
+            list(self._pool.map(lambda _: None, range(self._threads)))
+            torch.set_num_threads(chosen)  # for the threads that others will start
+        return self._pool
 
 
 @contextmanager

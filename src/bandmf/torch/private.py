@@ -18,10 +18,12 @@ from bandmf.noise.key import Key
 from bandmf.planning import Plan
 from bandmf.sampling import CyclicPoisson, sampler
 from bandmf.torch import checkpoint
-from bandmf.torch.clipping import Ghost, make_clipping
-from bandmf.torch.ghost import GhostCriterion, GhostLoss
+from bandmf.torch.clipping import Clipping, Parameters, refuse_wrong_norms
+from bandmf.torch.criterion import GhostCriterion, GhostLoss
+from bandmf.torch.ghost import Ghost
 from bandmf.torch.loader import Loader, from_loader
 from bandmf.torch.optimizer import PrivateOptimizer, PrivateScheduler
+from bandmf.torch.per_example import PerExample
 from bandmf.torch.ranks import Ranks
 from bandmf.torch.run import Run
 
@@ -187,6 +189,32 @@ class Private:
         self.run.clipping.remove()
         if self.run.ledger is not None:
             self.run.ledger.close()
+
+
+def make_clipping(
+    mode: str,
+    model: nn.Module,
+    parameters: Parameters,
+    clip_norm: float,
+    per_layer: bool,
+    loss_reduction: str,
+    world: int | None,
+) -> Clipping:
+    """The clipping for a mode; `world` is the number of shards of an FSDP2 model, else None."""
+    _check.choice("clipping", mode, ("hooks", "functorch", "ghost"))
+    _check.choice("loss_reduction", loss_reduction, ("mean", "sum"))
+    if world is not None and mode != "ghost":
+        raise _check.fail(
+            "clipping", mode, "with FSDP2 must be 'ghost': Opacus has no other clipping of shards"
+        )
+    if per_layer and mode == "ghost":
+        raise _check.fail(
+            "per_layer", per_layer, "is not in Opacus's ghost clipping", "use clipping='hooks' or 'functorch'"
+        )
+    refuse_wrong_norms(mode, model)
+    if mode == "ghost":
+        return Ghost(model, parameters, clip_norm, world)
+    return PerExample(model, parameters, clip_norm, per_layer, mode == "functorch", loss_reduction)
 
 
 def _protected(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:

@@ -56,10 +56,9 @@ class Run:
         self.scale = clip_norm * plan.noise_scale
         self.engine = Engine(plan.strategy, key, group=ranks.group, check_finite=False)
         self.noise = self.engine.init(parameters)
-        self.sums = Sums(parameters)
+        self.sums = Sums(parameters, key.derive("sums").secret)
         self.ledger: Ledger | None = None  # on rank 0
         self.stepped = False  # whether the last call of `consume` completed a step
-        self._secret = key.derive("sums").secret
         self._piece: Piece | None = None
         self._partial = False  # some batches of a step are added up, more are to come
 
@@ -118,9 +117,9 @@ class Run:
         # Per-example gradients stay until the next batch: freed here, in a row, their memory would go back to the
         # operating system, and fetching it again costs a fifth of a step.
         self.clipping.add_to(self.sums.views, len(piece.indices), piece.valid)
-        self.stepped = piece.last
         if piece.last:
             self._release(piece)
+        self.stepped = piece.last
         self._piece, self._partial = None, not piece.last
         return piece.last
 
@@ -132,7 +131,7 @@ class Run:
             parameter.grad = _like(parameter, self.sums.views[name] / self.plan.batch_size)
 
     def _record(self, piece: Piece) -> None:
-        found = self.ranks.gather((self.sums.finite(), self.sums.digest(self._secret)))
+        found = self.ranks.gather((self.sums.finite(), self.sums.digest()))
         if not all(finite for finite, _ in found):
             raise ValueError(
                 f"step={piece.step}: a gradient is not finite; nothing was released: look for an overflow in the loss"

@@ -9,16 +9,19 @@ import torch
 from cryptography.hazmat.primitives.poly1305 import Poly1305
 from torch import Tensor
 
+from bandmf.noise.key import Key
+from bandmf.sampling import Stream
 from bandmf.torch.shards import local
 
-_CHUNK = 1 << 22
-_MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # splitmix64
+CHUNK = 1 << 22  # numbers that are fingerprinted at a time
+ODD = 6364136223846793005
 
 
 class Sums:
     """`views[name]` is where the gradients of a parameter are added up; `flats` are the same numbers in a row."""
 
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], secret: bytes) -> None:
+        self._secret, self._weights = secret, dict[torch.device, Tensor]()
         groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
         for name, parameter in parameters.items():
             # Half precision would lose the small ones among many examples.
@@ -42,31 +45,32 @@ class Sums:
         filled = [flat for flat in self.flats if len(flat)]
         return all(bool(torch.isfinite(torch.stack(torch.aminmax(flat))).all()) for flat in filled)
 
-    def digest(self, secret: bytes) -> bytes:
+    def digest(self) -> bytes:
         """A keyed digest of every bit, for the ledger to hash once more.
 
         Poly1305 on the CPU, at memory speed; elsewhere of a fingerprint made where the numbers are.
         """
-        found = Poly1305(secret)
+        found = Poly1305(self._secret)
         for flat in self.flats:
             words = flat.view(torch.int32)
-            found.update(words.numpy().view(np.uint8).data if words.is_cpu else fingerprint(words, secret))
+            found.update(words.numpy().view(np.uint8).data if words.is_cpu else self._fingerprint(words))
         return found.finalize()
 
+    def _fingerprint(self, words: Tensor) -> bytes:
+        if words.device not in self._weights:
+            drawn = Stream(Key(self._secret), 0).words(2 * min(CHUNK, len(words))) | np.uint64(1)
+            self._weights[words.device] = torch.from_numpy(drawn.view(np.int64)).view(2, -1).to(words.device)
+        return fingerprint(words, self._weights[words.device])
 
-def fingerprint(words: Tensor, secret: bytes) -> bytes:
-    """128 bits: two sums, modulo 2^64, of all words times secret odd numbers that depend on their place.
+
+def fingerprint(words: Tensor, weights: Tensor) -> bytes:
+    """128 bits: two sums, modulo 2^64, of all words times secret odd numbers.
 
     Not cryptographic: it tells apart sums that differ by accident, which is all that replays need.
     """
     totals = torch.zeros(2, dtype=torch.int64, device=words.device)
-    for half in range(2):
-        seed = int.from_bytes(secret[8 * half : 8 * half + 8], "little", signed=True)
-        for begin in range(0, len(words), _CHUNK):
-            part = words[begin : begin + _CHUNK].to(torch.int64)
-            weight = torch.arange(begin, begin + len(part), device=words.device).mul_(_MIX[0]).add_(seed)
-            weight.bitwise_xor_(weight >> 30).mul_(_MIX[1])
-            weight.bitwise_xor_(weight >> 27).mul_(_MIX[2])
-            weight.bitwise_or_(1)
-            totals[half] += part.mul_(weight).sum()
+    for part in words.split(weights.shape[1]):
+        wide = part.to(torch.int64)
+        added = torch.stack([(wide * weights[half, : len(part)]).sum() for half in range(2)])
+        totals = totals * ODD + added  # so that the order of the parts counts
     return totals.cpu().numpy().tobytes()

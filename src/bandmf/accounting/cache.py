@@ -1,0 +1,84 @@
+"""The cache: answers kept on disk, shared by all processes."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from bandmf.accounting.setting import Setting
+
+_SCHEME = 1  # raise it when the same inputs could give another number: old cache entries are then ignored
+
+
+def cached(quantity: str, setting: Setting, value: float, compute: Callable[[], float]) -> float:
+    """What an earlier call, of any process, found for the same inputs; else compute and keep it."""
+    question = {
+        "quantity": quantity,
+        "of": value,
+        **asdict(setting),
+        "scheme": _SCHEME,
+        "dp_accounting": importlib.metadata.version("dp-accounting"),
+    }
+    text = json.dumps(question, sort_keys=True)
+    folder = _cache_folder()
+    if folder is None:
+        return compute()
+    path = folder / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+    known = _read(path, text)
+    if known is not None:
+        return known
+    answer = compute()
+    _write(path, text, answer)
+    return answer
+
+
+def _cache_folder() -> Path | None:
+    """BANDMF_CACHE (a folder, or "off"), else bandmf in XDG_CACHE_HOME or ~/.cache."""
+    own = os.environ.get("BANDMF_CACHE")
+    if own is not None:
+        off = own.strip().lower() in ("", "0", "off", "none")
+        return None if off else Path(own).expanduser() / "accounting"
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():  # as the XDG specification demands
+        try:
+            base = Path.home() / ".cache"
+        except RuntimeError:
+            return None
+    return base / "bandmf" / "accounting"
+
+
+def _seal(question: str, answer: float) -> str:
+    return hashlib.sha256(f"{question} {answer!r}".encode()).hexdigest()
+
+
+def _read(path: Path, question: str) -> float | None:
+    """The stored answer, if the entry is whole and answers this very question."""
+    try:
+        entry = json.loads(path.read_bytes())
+        answer = float(entry["answer"])
+        return answer if entry["seal"] == _seal(question, answer) else None
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
+        return None
+
+
+def _write(path: Path, question: str, answer: float) -> None:
+    """Keep the answer, all or nothing: a reader never sees half a file. No cache is no error."""
+    entry = {"question": json.loads(question), "answer": answer, "seal": _seal(question, answer)}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent)
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                json.dump(entry, file)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError:
+        pass

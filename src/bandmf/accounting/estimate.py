@@ -1,0 +1,142 @@
+"""The fast estimate: epsilon by our own composition, and the grid that suits the accountant."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from scipy import fft
+
+from bandmf._check import FloatArray
+from bandmf.accounting.setting import MAX_EPSILON, Setting
+
+DEFAULT_INTERVAL = 1e-4  # dp_accounting's own value_discretization_interval
+INTERVALS = tuple(float(f"{digit}e{exponent}") for exponent in range(0, -10, -1) for digit in (5, 2, 1))
+TIGHT = 1e-4  # relative excess of epsilon that is spent to make the accountant fast
+LOOSE = 1e-2  # beyond this excess the accountant's default grid is refined
+
+
+class _Losses(NamedTuple):
+    """A privacy loss distribution: values, and how much mass lies on each."""
+
+    values: FloatArray
+    masses: FloatArray
+
+
+def round_losses(setting: Setting, sigma: float) -> _Losses:
+    """The privacy loss of one round, for a fine grid of noise values (spectrally accurate)."""
+    if setting.unsampled:
+        return _mixture_losses(sigma / math.sqrt(setting.rounds), 1.0, setting.adjacency == "replace")
+    bites, q_then = setting.truncation
+    usual = _mixture_losses(sigma, setting.sampling_probability, setting.adjacency == "replace")
+    if not bites:
+        return usual
+    swapped = _mixture_losses(sigma / 2, q_then, replace=True)
+    values = np.concatenate([usual.values, swapped.values])
+    masses = np.concatenate([usual.masses * (1 - bites), swapped.masses * bites])
+    return _Losses(values[masses > 0], masses[masses > 0])
+
+
+def _mixture_losses(sigma: float, q: float, replace: bool) -> _Losses:
+    """(1-q) N(0, sigma^2) + q N(1, sigma^2) against N(0, sigma^2), or against its own mirror image."""
+    x = np.arange(-10, 10 + 1 / sigma, 0.02)  # in units of sigma
+    shift = 1 / (2 * sigma**2)
+    outside = math.log1p(-q) if q < 1 else -math.inf
+    values = np.logaddexp(outside, math.log(q) + x / sigma - shift)
+    masses = np.exp(values - x**2 / 2)
+    if replace:
+        values = values - np.logaddexp(outside, math.log(q) - x / sigma - shift)
+    return _Losses(values[masses > 0], masses[masses > 0] / masses.sum())
+
+
+def _estimate(losses: _Losses, rounds: int, delta: float, interval: float) -> float:
+    """Epsilon of `rounds` compositions on a grid of privacy losses, pessimistic as the accountant's own.
+
+    "Connect the dots": a loss between two grid points is split between them so that the mass under either
+    distribution is kept. Up to rounding this is what dp_accounting does, for one of its two directions.
+    """
+    below = np.floor(losses.values / interval)
+    rest = losses.values - below * interval
+    share = np.expm1(rest) / (np.expm1(rest) - np.expm1(rest - interval))
+    grid = _Losses(
+        np.concatenate([below, below + 1]),
+        np.concatenate([losses.masses * (1 - share), losses.masses * share]),
+    )
+    low, high = (math.floor(bound) for bound in _bounds(grid, rounds, delta))
+    size = fft.next_fast_len(high - low + 2, real=True)
+    one_round = np.bincount(grid.values.astype(np.int64) % size, grid.masses, size)
+    composed = fft.irfft(fft.rfft(one_round) ** rounds, size)
+    places = np.arange(low + size - 1, low - 1, -1)
+    masses, values = composed[places % size], places * interval
+    # delta(e) = sum over losses v > e of mass (1 - exp(e - v)); the first place from above that exceeds delta
+    above, weighed = np.cumsum(masses), np.cumsum(masses * np.exp(-np.maximum(values, -700)))
+    exceeds = above - np.exp(np.minimum(values, 700)) * weighed > delta
+    i = int(np.argmax(exceeds))
+    if i == 0 or values[i - 1] <= 0:
+        return 0.0
+    return max(0.0, math.log((above[i - 1] - delta) / weighed[i - 1])) if above[i - 1] > delta else values[i]
+
+
+def _bounds(losses: _Losses, rounds: int, delta: float) -> tuple[float, float]:
+    """Where all but delta / 1000 of the sum of `rounds` losses lies, by Chernoff's bound."""
+    spread = math.sqrt(rounds * float(np.average(losses.values**2, weights=losses.masses)))
+    orders = np.geomspace(1e-2, 1e2, 40) / max(spread, 1e-300)
+    bounds = []
+    for values in (-losses.values, losses.values):
+        largest = values.max()
+        moments = np.log(losses.masses @ np.exp(np.outer(values - largest, orders))) + orders * largest
+        bound = float(np.min((rounds * moments + math.log(1e3 / delta)) / orders))
+        bounds.append(min(bound, rounds * float(largest)))
+    return -bounds[0], bounds[1]
+
+
+def interval(setting: Setting, losses: _Losses, tolerance: float = TIGHT) -> float | None:
+    """The coarsest grid for the accountant that exceeds epsilon by about `tolerance`; None beyond 200.
+
+    The excess falls at least linearly with the interval, so two estimates tell it. Where a fine grid is cheap
+    a tenth of the tolerance is demanded, where it is dear up to five times as much granted. All intervals
+    down to the default are multiples of it: a coarser grid can then only report more.
+    """
+    rounds, delta = setting.compositions, setting.usable_delta
+    low, high = _bounds(losses, rounds, delta)
+    if high > 3 * MAX_EPSILON:
+        return None
+    span = float(np.ptp(losses.values))
+    width = span + (high - low) / 10  # what the accountant's time is proportional to
+    estimate: Callable[[float], float] = partial(_estimate, losses, rounds, delta)
+    candidates = [d for d in INTERVALS if d <= max((high - low) / 500, 2 * DEFAULT_INTERVAL)]
+    excessive = estimate(candidates[0])
+    for interval, finer in pairwise(candidates):
+        value = estimate(finer)
+        price = min(max((width / finer / 40_000) ** 2, 0.1), 5.0)  # a point costs 10 to 20 microseconds
+        tolerated = tolerance * price + setting.scatter
+        if excessive - value <= tolerated / 2 * value:
+            return interval if value <= MAX_EPSILON else None
+        if finer <= DEFAULT_INTERVAL:
+            # The excess falls linearly to quadratically: it is the difference, or a third of it.
+            enough = finer == DEFAULT_INTERVAL and excessive - value <= 3 * LOOSE * value
+            # Clipped rounding errors of the accountant's second differences grow as 1 / interval^2.
+            blurred = rounds * 1e-17 * span / (finer / 2) ** 2 > LOOSE
+            if enough or blurred or width > 50_000 * finer:
+                return finer if value <= MAX_EPSILON else None
+        excessive = value
+    return candidates[-1]
+
+
+def hopeless(setting: Setting, sigma: float) -> bool:
+    """Whether one sampled round loses far more than 200: not worth the memory to say how much."""
+    return sigma < 0.02 * (math.sqrt(setting.rounds) if setting.unsampled else 1)
+
+
+def rough(setting: Setting, interval: float, sigma: float) -> float:
+    """The estimate on a given grid."""
+    if hopeless(setting, sigma):
+        return math.inf
+    losses = round_losses(setting, sigma)
+    if _bounds(losses, setting.compositions, setting.usable_delta)[1] > 3 * MAX_EPSILON:
+        return math.inf
+    return _estimate(losses, setting.compositions, setting.usable_delta, interval)

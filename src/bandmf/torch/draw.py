@@ -1,0 +1,78 @@
+"""White noise as torch tensors, with scratch memory for one chunk: what one thread draws with."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from bandmf.noise import chacha
+from bandmf.noise.normals import GROUP, PAIRS, chunks
+from bandmf.noise.region import Region
+from bandmf.noise.schedule import Step
+from bandmf.torch import words
+
+
+class Drawer:
+    """Draws z on one device, at most `CHUNK` coordinates at a time."""
+
+    CHUNK = 256 * GROUP
+
+    def __init__(self, secret: bytes, rounds: int, device: torch.device) -> None:
+        self._device, self._rounds = device, rounds
+        self._keystream = chacha.Keystream(secret, rounds) if device.type == "cpu" else None
+        self._key = words.key_words(secret, device)
+        groups = self.CHUNK // GROUP
+        self._words = torch.empty(groups, 3, PAIRS, dtype=torch.int32, device=device)
+        self._radius, self._theta, self._spare = torch.empty(3, groups, PAIRS, device=device)
+        self._normals = torch.empty(groups, 2, PAIRS, device=device)
+        self._sum = torch.empty(self.CHUNK, device=device)
+
+    def white(self, step: Step, tensor: int, region: Region, begin: int, end: int) -> torch.Tensor:
+        """The sum of the step's draws: scratch, which may be overwritten."""
+        (drawn, feed), *more = step.draws
+        y = self._draw(drawn, tensor, region, begin, end)
+        if feed != 1:
+            y.mul_(feed)
+        if more:
+            y = self._sum[: end - begin].copy_(y)
+        for drawn, feed in more:
+            y.add_(self._draw(drawn, tensor, region, begin, end), alpha=feed)
+        return y
+
+    def _draw(self, step: int, tensor: int, region: Region, begin: int, end: int) -> torch.Tensor:
+        if region.contiguous:
+            return self.draw(step, tensor, region.start + begin, region.start + end)
+        coordinates = region.coordinates(begin, end)
+        # Each group that is touched is drawn once; neighbouring groups are drawn together.
+        groups, place = np.unique(coordinates // GROUP, return_inverse=True)
+        parts = []
+        for run in np.split(groups, np.flatnonzero(np.diff(groups) != 1) + 1):
+            for first, last in chunks(int(run[0]) * GROUP, (int(run[-1]) + 1) * GROUP, self.CHUNK):
+                parts.append(self.draw(step, tensor, first, last).clone())
+        positions = torch.from_numpy(place * GROUP + coordinates % GROUP)
+        return torch.cat(parts)[positions.to(self._device)]
+
+    def draw(self, step: int, tensor: int, start: int, stop: int) -> torch.Tensor:
+        """z for a range between two multiples of CHUNK; scratch that the next call overwrites."""
+        first, last = start // GROUP, -(-stop // GROUP)
+        out = self._words[: last - first]
+        if self._keystream is not None:
+            words.fill_on_cpu(self._keystream, out, step, tensor, first)
+        else:
+            words.fill(self._key, out, step, tensor, first, self._rounds)
+        return self._box_muller(out)[start - first * GROUP : stop - first * GROUP]
+
+    def _box_muller(self, words: torch.Tensor) -> torch.Tensor:
+        n = len(words)
+        radius, theta, spare, normals = self._radius[:n], self._theta[:n], self._spare[:n], self._normals[:n]
+        words[:, 1].bitwise_or_(1)
+        unsigned = words.view(torch.uint32)
+        radius.copy_(unsigned[:, 0]).mul_(2.0**-32)
+        spare.copy_(unsigned[:, 1])
+        radius.add_(spare, alpha=2.0**-64).log_().mul_(-2).sqrt_()
+        theta.copy_(words[:, 2]).mul_(math.pi * 2.0**-31)
+        torch.mul(radius, torch.cos(theta, out=spare), out=normals[:, 0])
+        torch.mul(radius, torch.sin(theta, out=spare), out=normals[:, 1])
+        return normals.view(-1)
