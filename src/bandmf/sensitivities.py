@@ -56,7 +56,9 @@ def certified_sensitivity(strategy: Strategy, participation: Participation | Non
     if participation is None or isinstance(participation, Single):
         return Sensitivity(strategy.largest_column_norm(), True, "largest column norm")
     if not isinstance(participation, (FixedEpochs, MinSeparation)):
-        raise _check.fail("participation", participation, "must be Single(), MinSeparation(...) or FixedEpochs(...)")
+        raise _check.fail(
+            "participation", participation, "must be Single(), MinSeparation(...) or FixedEpochs(...)"
+        )
     if isinstance(participation, FixedEpochs):
         return _fixed_epochs(strategy, participation)
     return _min_separation(strategy, participation)

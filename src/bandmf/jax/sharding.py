@@ -115,7 +115,7 @@ def white(layouts: Mapping[str, Layout], key: Array, step: Array, rounds: int) -
     ids = {name: tensor for tensor, name in enumerate(layouts)}
     result: dict[str, Array] = {}
     for mesh in {layout.mesh for layout in layouts.values()}:
-        names = [name for name, layout in layouts.items() if layout.mesh == mesh and math.prod(layout.local)]
+        names = [name for name, layout in layouts.items() if layout.mesh == mesh and 0 not in layout.local]
 
         def here(key: Array, step: Array, names: list[str] = names) -> dict[str, Array]:
             drawn = normals(key, step, [layouts[name].runs(ids[name]) for name in names], rounds)

@@ -89,7 +89,7 @@ class Keystream:
             out.reshape(-1, WORDS)[...] = block(key_words(self._secret), nonce, counters, self._rounds)
             return
         self._encryptor.reset_nonce(struct.pack("<4I", counter, *nonce))
-        target = memoryview(out).cast("B")
+        target = out.data.cast("B")
         for begin in range(0, len(target), len(_ZEROS)):
             part = target[begin : begin + len(_ZEROS)]
             self._encryptor.update_into(_ZEROS[: len(part)], part)
