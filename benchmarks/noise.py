@@ -6,7 +6,7 @@
 
 Every case runs in a process of its own, one after the other; a step adds the noise of one step to a gradient
 of d float32 numbers. Times are means over whole look-ahead periods. Memory is the peak above what the process
-held before the case began, in vectors of d numbers; the caches of compilers count too.
+held with a tiny gradient, in vectors of d numbers; what compilers keep counts too.
 """
 
 from __future__ import annotations
@@ -127,6 +127,7 @@ def memory(field: str) -> int:
 
 def measure(case: str, bands: int, size: int, steps: int) -> dict[str, object]:
     """One case, in this process."""
+    CASES[case](bands, 4096)()  # load what has to be loaded, before memory is counted
     before = memory("VmRSS")
     step = CASES[case](bands, size)
     for _ in range(max(8, 16 * -(-bands // 16))):  # fill the history, and end a look-ahead period

@@ -23,7 +23,10 @@ _HOME = {
     "rmse": "bandmf.error",
     "sensitivity": "bandmf.sensitivities",
 }
-_MODULES = ("accounting", "noise", "optimize", "participation", "strategies", "streaming", "workloads")
+_MODULES = (
+    *("accounting", "datasets", "jax", "noise", "optimize", "participation", "planning", "sampling"),
+    *("strategies", "streaming", "torch", "workloads"),
+)
 
 __all__ = [
     "Plan",

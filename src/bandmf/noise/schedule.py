@@ -46,11 +46,16 @@ class Step:
     forward: tuple[tuple[float, ...], ...] = ()  # weights of the same reads in the next prepared rows
 
 
-def best_lookahead(bands: int) -> int:
-    """T near 2 sqrt(bands), a multiple of four, at most 16; 1 (none) where a pass would save nothing."""
+def best_lookahead(bands: int, inner: int | None = None) -> int:
+    """T near sqrt(2 bands), or with an inner level near 2 sqrt(bands) and a multiple of it; at most 16.
+
+    1, which is none, where a pass would save nothing.
+    """
     if bands < 12:
         return 1
-    return min(MAX_LOOKAHEAD, 4 * round(math.sqrt(bands) / 2))
+    if inner:
+        return min(MAX_LOOKAHEAD, inner * round(2 * math.sqrt(bands) / inner))
+    return min(MAX_LOOKAHEAD, round(math.sqrt(2 * bands)))
 
 
 class Schedule:
@@ -67,7 +72,7 @@ class Schedule:
         self.steps = strategy.steps
         self.recurrence = strategy.recurrence
         self.slots = self._slots()
-        self.lookahead = self._lookahead(lookahead)
+        self.lookahead = self._lookahead(lookahead, inner)
         self.inner = min(inner or self.lookahead, self.lookahead)
 
     def _slots(self) -> int:
@@ -79,13 +84,13 @@ class Schedule:
             case InputRecurrence():
                 return 0
 
-    def _lookahead(self, wanted: int | None) -> int:
+    def _lookahead(self, wanted: int | None, inner: int | None) -> int:
         if not isinstance(self.recurrence, OutputRecurrence):
             return _check.whole("lookahead", wanted or 1, 1, 1, "1 (only banded C looks ahead)")
         # A pass may run only as far ahead as the ring is long, or it would need vectors that are gone.
         limit = max(1, min(self.slots, MAX_LOOKAHEAD))
         if wanted is None:
-            return min(best_lookahead(self.slots + 1), limit)
+            return min(best_lookahead(self.slots + 1, inner), limit)
         return _check.whole("lookahead", wanted, 1, limit, f"{limit} (bands - 1, at most {MAX_LOOKAHEAD})")
 
     def base(self, i: int) -> int:

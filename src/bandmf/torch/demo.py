@@ -62,6 +62,8 @@ def train(
 ) -> History:
     """Train a classifier as the plan says. The seed fixes the first weights, never noise or batches."""
     torch.manual_seed(seed)
+    if images.train.shape[1] < 16:
+        torch.set_num_threads(1)  # on a network this small threads only wait for each other
     model = classifier(images).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=momentum)
     data = torch.utils.data.TensorDataset(_pixels(images.train), torch.from_numpy(images.train_labels))

@@ -17,7 +17,7 @@ from bandmf.torch import words
 class Drawer:
     """Draws z on one device, at most `CHUNK` coordinates at a time."""
 
-    CHUNK = 256 * GROUP
+    CHUNK = 64 * GROUP
 
     def __init__(self, secret: bytes, rounds: int, device: torch.device) -> None:
         self._device, self._rounds = device, rounds
@@ -27,7 +27,6 @@ class Drawer:
         self._words = torch.empty(groups, 3, PAIRS, dtype=torch.int32, device=device)
         self._radius, self._theta, self._spare = torch.empty(3, groups, PAIRS, device=device)
         self._normals = torch.empty(groups, 2, PAIRS, device=device)
-        self._sum = torch.empty(self.CHUNK, device=device)
 
     def white(self, step: Step, tensor: int, region: Region, begin: int, end: int) -> torch.Tensor:
         """The sum of the step's draws: scratch, which may be overwritten."""
@@ -36,7 +35,7 @@ class Drawer:
         if feed != 1:
             y.mul_(feed)
         if more:
-            y = self._sum[: end - begin].copy_(y)
+            y = y.clone()  # the next draw overwrites it
         for drawn, feed in more:
             y.add_(self._draw(drawn, tensor, region, begin, end), alpha=feed)
         return y

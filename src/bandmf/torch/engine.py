@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -65,7 +66,8 @@ class Engine:
         check_finite: bool = True,
         kernels: str | None = None,
     ) -> None:
-        self.schedule = Schedule(strategy, lookahead, INNER)
+        self._triton = _wants_triton(kernels)
+        self.schedule = Schedule(strategy, lookahead, INNER if self._triton else None)
         self.key = Key() if key is None else key
         self.rounds = rounds
         self._group = group
@@ -123,11 +125,9 @@ class Engine:
 
     def _executor(self, part: Part) -> Any:
         """What runs the steps of this part; made once per device."""
-        kind = self._kernels
-        if kind is None:
-            kind = "triton" if part.device.type == "cuda" and _has_triton() else "torch"
-        if not part.region.contiguous:
-            kind = "torch"  # the fused kernels draw spans of coordinates only
+        # The fused kernels draw spans of coordinates only; Triton on the CPU is its interpreter, for tests.
+        fits = part.region.contiguous and (part.device.type == "cuda" or self._kernels == "triton")
+        kind = "triton" if fits and self._triton else "torch"
         place = kind, part.device
         if place not in self._executors:
             secret = self.key.derive("noise").secret
@@ -224,9 +224,8 @@ def _local_history(name: str, state: State, saved: torch.Tensor) -> torch.Tensor
     return flat[:, places.to(flat.device)].to(mine.device)
 
 
-def _has_triton() -> bool:
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return False
-    return True
+def _wants_triton(kernels: str | None) -> bool:
+    """Whether fused kernels will run, where tensors are on CUDA."""
+    if kernels is None:
+        return torch.cuda.is_available() and find_spec("triton") is not None
+    return kernels == "triton"

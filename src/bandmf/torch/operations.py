@@ -77,10 +77,16 @@ class Operations:
         with _full_precision():
             self._share(work, list(chunks(0, size, self._piece(size))))
 
-    @staticmethod
-    def all_finite(gradient: torch.Tensor) -> torch.Tensor:
+    def all_finite(self, gradient: torch.Tensor) -> torch.Tensor:
         """Whether every entry is; min and max pass NaN on, and need no memory of the gradient's size."""
-        return torch.isfinite(torch.stack(torch.aminmax(gradient))).all()
+        flat = gradient.reshape(-1)
+        extremes: list[torch.Tensor] = []
+
+        def work(drawer: Drawer, begin: int, end: int) -> None:
+            extremes.extend(torch.aminmax(flat[begin:end]))
+
+        self._share(work, list(chunks(0, len(flat), self._piece(len(flat)))))
+        return torch.isfinite(torch.stack(extremes)).all()
 
     def _piece(self, size: int) -> int:
         """Coordinates per piece: whole groups, at most a chunk, and work for every thread."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import torch
-from opacus.grad_sample import GradSampleHooks
 from torch import Tensor, nn
 
 from bandmf.torch.clipping import Parameters, clip_factor, wrong_rows
+from bandmf.torch.hooks import Hooks
 
 
 class PerExample:
@@ -27,7 +27,7 @@ class PerExample:
         self._mean, self._compared = loss_reduction == "mean", False
         # Per layer, each parameter has an equal share; the norms of all add up to clip_norm in squares.
         self._limit = clip_norm / math.sqrt(len(parameters)) if per_layer else clip_norm
-        self._hooks = GradSampleHooks(model, loss_reduction=loss_reduction, force_functorch=functorch)
+        self._hooks = Hooks(model, loss_reduction=loss_reduction, force_functorch=functorch)
 
     @torch.no_grad()
     def add_to(self, sums: dict[str, Tensor], rows: int, valid: int) -> None:
