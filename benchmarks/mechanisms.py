@@ -17,7 +17,7 @@ from pathlib import Path
 from bandmf.participation import MinSeparation
 from bandmf.planning.compare import compare, unamplified_strategies
 
-GRID = {"steps": (256, 1024, 16384), "epochs": (1, 8), "epsilon": (1.0, 8.0), "delta": 1e-8}
+GRID = {"steps": (256, 16384), "epochs": (1, 8), "epsilon": (1.0, 8.0), "delta": 1e-8}
 SCALE, EPOCHS, MINUTE = 2**16, 8, 60.0
 TARGET = Path(__file__).parents[1] / "src" / "bandmf" / "planning" / "mechanisms.json"
 

@@ -86,6 +86,14 @@ def test_compare_lists_all_mechanisms_best_first():
     } <= names
 
 
+def test_bench_noise_reports_time_and_memory():
+    assert "Example: bandmf" in run("bench", "noise", "--help")
+    found = json.loads(run("bench", "noise", "--parameters", "10000", "--bands", "1,8", "--json"))
+    assert [row["bands"] for row in found["rows"]] == [1, 8]
+    assert all(row["ms"] > 0 for row in found["rows"])
+    assert found["rows"][1]["vectors"] >= 7
+
+
 def test_train_compares_both_mechanisms(tmp_path):
     found = json.loads(
         run(

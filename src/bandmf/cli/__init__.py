@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from bandmf.cli import compare, optimize, plan, train
+from bandmf.cli import bench, compare, optimize, plan, train
 
 app = typer.Typer(
     help="Train machine-learning models with differential privacy at the lowest noise.",
@@ -19,6 +19,10 @@ app.command("plan")(plan.plan)
 app.command("compare")(compare.compare_command)
 app.command("train")(train.train)
 app.command("optimize")(optimize.optimize)
+
+benchmarks = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
+benchmarks.command("noise")(bench.noise)
+app.add_typer(benchmarks, name="bench")
 
 
 @app.callback()

@@ -21,7 +21,7 @@ class Key:
 
     >>> key = Key(bytes(32))
     >>> key
-    Key(fingerprint='4d06b7f1a3acf842')
+    Key(fingerprint='1a9e83744d277f2f')
     >>> key.derive("noise") == key.derive("sampling")
     False
     """

@@ -63,8 +63,10 @@ class Schedule:
 
     >>> from bandmf.strategies import BandedToeplitz
     >>> schedule = Schedule(BandedToeplitz([1.0, 0.5], 8, normalize_columns=False))
-    >>> schedule.slots, schedule.step(3)
-    (1, Step(draws=((3, 1.0),), reads=((0, -0.5),), prepared=None, store=0, decays=()))
+    >>> schedule.slots, schedule.lookahead
+    (1, 1)
+    >>> schedule.step(3)
+    Step(draws=((3, 1.0),), reads=((0, -0.5),), prepared=None, store=0, decays=(), forward=())
     """
 
     def __init__(self, strategy: Strategy, lookahead: int | None = None, inner: int | None = None) -> None:

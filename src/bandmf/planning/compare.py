@@ -10,6 +10,7 @@ from bandmf import _check, accounting, optimize, strategies
 from bandmf.error import rmse
 from bandmf.participation import MinSeparation
 from bandmf.planning.search import plan
+from bandmf.planning.setting import plainly
 from bandmf.strategies import Strategy
 
 _BATCH = 1024  # only the ratio of examples to batch size matters here
@@ -87,7 +88,7 @@ def unamplified_strategies(
     separation = participation.separation
     found: dict[str, Callable[[], Strategy]] = {
         "BandMF, unamplified": lambda: (
-            optimize.banded_toeplitz(steps, separation, normalize_columns="after").strategy
+            optimize.banded_toeplitz(steps, separation, normalize_columns=plainly(separation)).strategy
         ),
         "Banded square root, unamplified": lambda: strategies.banded_square_root(steps, separation),
         "BLT": lambda: optimize.buffered_toeplitz(steps, 5, participation).strategy,
@@ -99,7 +100,8 @@ def unamplified_strategies(
     }
     if steps % epochs == 0:
         found["Stamping"] = lambda: strategies.stamping(
-            optimize.banded_toeplitz(separation, separation, normalize_columns="after").strategy, epochs
+            optimize.banded_toeplitz(separation, separation, normalize_columns=plainly(separation)).strategy,
+            epochs,
         )
     if steps <= (_DENSE if epochs == 1 else _DENSE_EPOCHS) and steps % epochs == 0:
         found["Dense MF"] = lambda: optimize.dense(steps, epochs).strategy

@@ -15,9 +15,11 @@ from bandmf.optimize import banded_toeplitz
 from bandmf.participation import FixedEpochs, MinSeparation, Participation, Single
 from bandmf.planning import inputs
 from bandmf.planning.plans import Candidate, Plan
-from bandmf.planning.setting import Progress, Setting
+from bandmf.planning.setting import Progress, Setting, plainly
 from bandmf.strategies import Strategy
 from bandmf.workloads import Workload
+
+_LAST_WEIGHED = 8192  # bands; more are only weighed where the search leads there
 
 
 def plan(
@@ -81,7 +83,7 @@ def _search(setting: Setting) -> Candidate:
     best = _snap(2 ** round(math.log2(max(1.0, guess))), setting)
     for fraction in (1.0, 0.5, 0.25, 0.125):
         best = _walk(setting, best, 2**fraction)
-    for end in (1, most):  # DP-SGD and the unamplified end, for comparison
+    for end in (1, min(most, _LAST_WEIGHED)):  # DP-SGD and the unamplified end, for comparison
         setting.weigh(end)
     best = min(setting.weighed.values(), key=lambda candidate: candidate.rmse).bands
     if (cap := setting.memory_bands) >= best:
@@ -124,7 +126,9 @@ def _unamplified(
         separation = _separation(participation, setting.steps)
         bands = separation if bands is None else _check.whole("bands", bands, 1, setting.steps)
         bands = min(bands, setting.memory_bands)
-        strategy = banded_toeplitz(setting.steps, bands, setting.workload, normalize_columns="after").strategy
+        strategy = banded_toeplitz(
+            setting.steps, bands, setting.workload, normalize_columns=plainly(bands)
+        ).strategy
     if sigma is None:
         assert setting.epsilon is not None
         sigma = accounting.noise_multiplier(

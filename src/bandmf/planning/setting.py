@@ -16,8 +16,14 @@ from bandmf.strategies import Strategy
 from bandmf.workloads import Workload
 
 _POLISHED_BANDS = 256  # beyond, normalising inside the optimisation is slow and changes nothing
+_NORMALIZED_BANDS = 2048  # beyond, normalising takes matrices of bands x bands; it is left out
 
 Progress = Callable[[Candidate], None]
+
+
+def plainly(bands: int) -> str | bool:
+    """How the columns of a strategy with so many bands are normalised when time matters."""
+    return "after" if bands <= _NORMALIZED_BANDS else False
 
 
 @dataclass
@@ -74,7 +80,7 @@ class Setting:
     def weigh(self, bands: int, sigma: float | None = None) -> Candidate:
         """The noise multiplier and error of this many bands."""
         if bands not in self.weighed:
-            error = banded_toeplitz(self.steps, bands, self.workload, normalize_columns="after").rmse
+            error = banded_toeplitz(self.steps, bands, self.workload, normalize_columns=plainly(bands)).rmse
             sigma = self.sigma(bands) if sigma is None else sigma
             self.note(Candidate(bands, sigma, sigma * error, self.memory_of(bands)))
         return self.weighed[bands]
@@ -102,7 +108,7 @@ class Setting:
     def finish(self, chosen: Candidate, strategy: Strategy | None, sigma: float | None) -> Plan:
         """The plan for the candidate that was chosen."""
         if strategy is None:
-            mode = "optimized" if chosen.bands <= _POLISHED_BANDS else "after"
+            mode = "optimized" if chosen.bands <= _POLISHED_BANDS else plainly(chosen.bands)
             strategy = banded_toeplitz(
                 self.steps, chosen.bands, self.workload, normalize_columns=mode
             ).strategy
