@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
-    size = (768, 12, 64) if arguments.device == "cuda" else (128, 2, 64)
+    size = (512, 6, 64) if arguments.device == "cuda" else (128, 2, 64)
     work = Work(arguments.device, *size)
     kinds: dict[str, Callable[[], None]] = {"not private": work.public(), "Opacus DP-SGD": work.opacus()}
     kinds |= {f"bandmf, {bands} bands": work.bandmf(bands) for bands in BANDS}

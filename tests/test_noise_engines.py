@@ -347,3 +347,19 @@ def test_identity_names_the_first_difference():
     state.identity = replace(state.identity, specification=99)
     with pytest.raises(ValueError, match="specification=99: must be 1"):
         engine.add(state, {"w": np.zeros(3, np.float32)}, 1.0)
+
+
+def test_torch_threads_share_the_work_and_leave_the_settings_alone(monkeypatch):
+    import torch
+
+    from bandmf.torch import operations
+
+    strategy, key, shapes = FAMILIES["normalized"], Key(), {"w": (300_001,)}
+    chosen, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    alone = ENGINES["torch"](strategy, key, shapes)
+    monkeypatch.setattr(operations.torch, "get_num_threads", lambda: 6)
+    monkeypatch.setattr(operations.torch, "set_num_threads", lambda count: None)
+    together = ENGINES["torch"](strategy, key, shapes)
+    monkeypatch.undo()
+    assert largest_difference(alone, together) < 1e-5
+    assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == (chosen, precision)

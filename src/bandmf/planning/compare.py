@@ -98,7 +98,7 @@ def unamplified_strategies(
         "BISR (banded inverse)": lambda: strategies.banded_inverse_square_root(steps, min(steps, 16)),
         "Independent noise, unamplified": lambda: strategies.Identity(steps),
     }
-    if steps % epochs == 0:
+    if epochs > 1 and steps % epochs == 0:  # of one epoch it is its own base
         found["Stamping"] = lambda: strategies.stamping(
             optimize.banded_toeplitz(separation, separation, normalize_columns=plainly(separation)).strategy,
             epochs,

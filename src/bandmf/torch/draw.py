@@ -17,7 +17,7 @@ from bandmf.torch import words
 class Drawer:
     """Draws z on one device, at most `CHUNK` coordinates at a time."""
 
-    CHUNK = 64 * GROUP
+    CHUNK = 128 * GROUP
 
     def __init__(self, secret: bytes, rounds: int, device: torch.device) -> None:
         self._device, self._rounds = device, rounds

@@ -1,8 +1,8 @@
 """One step of a schedule in torch operations: the CPU's fast path, and CUDA's where Triton is missing.
 
 It works chunk by chunk, so that nothing of the tensor's size is allocated. On the CPU the chunks go to a few
-threads, each of which runs its operations alone: no operation waits for all cores at once, as torch's own
-threads would, which costs a hundredfold when another process has one of the cores.
+threads of its own, each of which runs every operation alone. With torch's own threads each of the many short
+operations would wait for all cores: no faster on two, and a hundredfold slower while another process has one.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from threading import Barrier
 
 import numpy as np
 import torch
@@ -20,7 +21,8 @@ from bandmf.noise.schedule import Step
 from bandmf.torch.draw import Drawer
 
 Work = Callable[[Drawer, int, int], None]
-MOST_THREADS = 8
+MOST_THREADS = 4  # more would wait for each other at Python's lock
+SMALL = 1 << 15  # torch runs operations this short on one thread anyway
 
 
 class Operations:
@@ -28,10 +30,8 @@ class Operations:
 
     def __init__(self, secret: bytes, rounds: int, device: torch.device) -> None:
         self._device = device
-        threads = min(MOST_THREADS, torch.get_num_threads()) if device.type == "cpu" else 1
-        self._new_drawer = lambda: Drawer(secret, rounds, device)
-        self._drawers = [self._new_drawer()]
-        self._threads = threads
+        self._threads = 1 if device.type != "cpu" else max(1, min(MOST_THREADS, torch.get_num_threads() // 2))
+        self._drawers = [Drawer(secret, rounds, device) for _ in range(self._threads)]
         self._pool: ThreadPoolExecutor | None = None
 
     def advance(
@@ -95,7 +95,7 @@ class Operations:
 
     def _share(self, work: Work, pieces: list[tuple[int, int]]) -> None:
         """Do every piece once, on whichever thread is free."""
-        if len(pieces) < 2 or self._threads == 1:
+        if self._device.type != "cpu" or sum(end - begin for begin, end in pieces) <= SMALL:
             for begin, end in pieces:
                 work(self._drawers[0], begin, end)
             return
@@ -110,10 +110,10 @@ class Operations:
 
     def _workers(self) -> ThreadPoolExecutor:
         if self._pool is None:
-            self._drawers += [self._new_drawer() for _ in range(self._threads - 1)]
             chosen = torch.get_num_threads()
             self._pool = ThreadPoolExecutor(self._threads, "bandmf-noise", torch.set_num_threads, (1,))
-            list(self._pool.map(lambda _: None, range(self._threads)))
+            all_started = Barrier(self._threads)
+            list(self._pool.map(lambda _: all_started.wait(), range(self._threads)))
             torch.set_num_threads(chosen)  # for the threads that others will start
         return self._pool
 
