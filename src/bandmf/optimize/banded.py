@@ -130,10 +130,10 @@ class _Search:
         max_iterations = _check.whole("max_iterations", max_iterations)
         if self.goal.name == "max":
             return self._minimax(start, gap, max_iterations)
-        next_check = 50
+        next_check = 50 if start.size < 10**6 else 20  # iterations; where they are slow, ask sooner
 
         def proved(iteration: int, loss: float, x: FloatArray) -> bool:
-            """A proof costs a few iterations, so it is tried at iterations 50, 60, 72, 86, ..."""
+            """A proof costs a few iterations, so it is tried at iterations 50, 60, 72, 86, ... only."""
             nonlocal next_check
             if iteration < next_check:
                 return False
