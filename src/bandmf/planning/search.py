@@ -19,7 +19,7 @@ from bandmf.planning.setting import Progress, Setting, plainly
 from bandmf.strategies import Strategy
 from bandmf.workloads import Workload
 
-_LAST_WEIGHED = 8192  # bands; more are only weighed where the search leads there
+_LAST_WEIGHED = 2048  # bands; more are only weighed where the search leads there
 
 
 def plan(
