@@ -35,6 +35,7 @@ from bandmf.strategies import (
     tree_aggregation,
 )
 from bandmf.torch import Engine
+from bandmf.torch.operations import Slice
 
 D = 100_000_000
 BANDS = (1, 8, 16, 32, 64, 128)
@@ -89,7 +90,7 @@ def refuses(value: float) -> bool:
 def difference(strategy, kind: str, dtype: torch.dtype, lookahead: int | None) -> float:
     key = Key()
     engine = Engine(strategy, key, kernels=kind, lookahead=lookahead)
-    shapes = {"w": (3, 1777), "b": (5,)}
+    shapes = {"w": (3, 1777), "b": (5,), "c": (4096,)}
     state = engine.init(shapes, device=DEVICE)
     secret, oracle, worst = key.derive("noise").secret, strategy.inverse(), 0.0
     memory = {name: oracle.init((int(np.prod(shape)),)) for name, shape in shapes.items()}
@@ -116,7 +117,8 @@ def check_far() -> dict[str, float]:
         got = torch.zeros(5000, device=DEVICE)
         nothing = torch.empty(0, 5000, device=DEVICE)
         run = kernels.Kernels(secret, rounds, DEVICE)
-        run.advance(Step(((step, 1.0),), ()), 7, Region.span(start, start + 5000), nothing, nothing, got, 1.0)
+        far = run.layout([Slice(7, Region.span(start, start + 5000), nothing, nothing)])
+        run.advance(Step(((step, 1.0),), ()), far, [got], 1.0)
         expected = normals.reference(secret, step, 7, start, start + 5000, rounds)
         worst = np.abs(got.cpu().numpy() - expected).max()
         result[f"coordinate 2^33, step 2^35, {rounds} rounds"] = float(worst)

@@ -50,19 +50,25 @@ class Transformer(nn.Module):
         return self.head(x.mean(1))
 
 
-def median_step(step: Callable[[], None], steps: int, device: str) -> float:
-    """The median time of a step after a warm-up, in milliseconds."""
-    times = []
-    for i in range(steps + 3):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        step()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        if i >= 3:
-            times.append(time.perf_counter() - start)
-    return 1e3 * statistics.median(times)
+def median_times(kinds: dict[str, Callable[[], None]], steps: int, device: str) -> dict[str, float]:
+    """The median time of a step of each kind, in milliseconds.
+
+    The kinds take turns, so that a slow moment of the machine hits all alike; the first turns are not counted.
+    """
+    times: dict[str, list[float]] = {name: [] for name in kinds}
+    for _ in range(steps + 3):
+        for name, step in kinds.items():
+            synchronize(device)
+            start = time.perf_counter()
+            step()
+            synchronize(device)
+            times[name].append(1e3 * (time.perf_counter() - start))
+    return {name: statistics.median(values[3:]) for name, values in times.items()}
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 class Work:
@@ -131,23 +137,18 @@ class Work:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=90)
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
-    size = (512, 6, 64) if arguments.device == "cuda" else (128, 2, 64)
+    size = (768, 6, 64) if arguments.device == "cuda" else (128, 2, 64)
     work = Work(arguments.device, *size)
     kinds: dict[str, Callable[[], None]] = {"not private": work.public(), "Opacus DP-SGD": work.opacus()}
     kinds |= {f"bandmf, {bands} bands": work.bandmf(bands) for bands in BANDS}
-    # Interleaved and repeated, so that a slow moment of the machine hits all alike.
-    rounds = [
-        {name: median_step(step, arguments.steps, arguments.device) for name, step in kinds.items()}
-        for _ in range(3)
-    ]
-    best = {name: min(times[name] for times in rounds) for name in kinds}
-    base = best["bandmf, 1 bands"]
+    medians = median_times(kinds, arguments.steps, arguments.device)
+    base = medians["bandmf, 1 bands"]
     rows = [
         {"what": name, "ms per step": value, "over DP-SGD (bandmf, 1 band)": f"{value / base - 1:+.1%}"}
-        for name, value in best.items()
+        for name, value in medians.items()
     ]
     parameters = sum(p.numel() for p in work.fresh()[0].parameters())
     title = f"Training a transformer of {parameters / 1e6:.2f} million parameters, batch {work.batch}"

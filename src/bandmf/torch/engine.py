@@ -16,22 +16,37 @@ from bandmf.noise.key import Key
 from bandmf.noise.schedule import Schedule
 from bandmf.strategies.base import Strategy
 from bandmf.torch import shards
-from bandmf.torch.operations import Operations
+from bandmf.torch.operations import Operations, Slice
 from bandmf.torch.shards import Part
 
 INNER = 4  # steps of the inner look-ahead: the Triton kernel has this many accumulators
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ALIGNMENT = 64  # numbers; every history vector starts on a 256-byte boundary
+Place = tuple[str, torch.device]  # what runs the steps, "triton" or "torch", and where
+
+
+@dataclass(frozen=True, eq=False)
+class Field:
+    """All tensors of one place side by side, so that one pass, and one launch, serves them all."""
+
+    names: tuple[str, ...]
+    history: torch.Tensor
+    prepared: torch.Tensor
+    layout: Any  # the same slices, as the place's executor wants them
 
 
 @dataclass
 class State:
-    """The state of a run on this rank: the history of its own part of every tensor."""
+    """The state of a run on this rank: the history of its own part of every tensor.
+
+    `history` and `prepared` are views, tensor by tensor, of the matrices in `fields`.
+    """
 
     identity: checks.Identity
     parts: dict[str, Part]
-    history: dict[str, torch.Tensor]
-    prepared: dict[str, torch.Tensor]
+    fields: dict[Place, Field] = field(default_factory=dict)
+    history: dict[str, torch.Tensor] = field(default_factory=dict)
+    prepared: dict[str, torch.Tensor] = field(default_factory=dict)
     step: int = 0
     refreshed: int = -1  # `prepared` holds all that was made before this step
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
@@ -74,23 +89,37 @@ class Engine:
         self._check_finite = check_finite
         self._kernels = _check.choice("kernels", kernels, (None, "triton", "torch"))
         self._identity = checks.Identity.of(self.schedule, self.key, rounds, {})
-        self._executors: dict[tuple[str, torch.device], Any] = {}
+        self._executors: dict[Place, Any] = {}
 
     def init(self, shapes: Mapping[str, Any], device: torch.device | str = "cpu") -> State:
         """The state before the first step. `device` is for tensors that are given by their shape alone."""
-        sizes = {name: tuple(getattr(given, "shape", given)) for name, given in shapes.items()}
-        identity = self._identity.with_shapes(sizes)
+        whole = {name: tuple(getattr(given, "shape", given)) for name, given in shapes.items()}
+        identity = self._identity.with_shapes(whole)
         device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
         parts = {name: shards.part_of(name, shapes[name], device, self._group) for name in identity.tensors}
         if self._group is not None or any(part.mesh is not None for part in parts.values()):
             shards.check_same_key(self.key, self._group)
+        state = State(identity, parts)
+        places: dict[Place, dict[str, Part]] = {}
+        for name, part in parts.items():
+            places.setdefault(self._place(part), {})[name] = part
+        for place, those in places.items():
+            self._allocate(state, place, those)
+        return state
+
+    def _allocate(self, state: State, place: Place, parts: dict[str, Part]) -> None:
+        sizes = {name: part.region.size for name, part in parts.items()}
         ahead = self.schedule.vectors - self.schedule.slots
-        return State(
-            identity,
-            parts,
-            {name: _vectors(self.schedule.slots, part) for name, part in parts.items()},
-            {name: _vectors(ahead, part) for name, part in parts.items()},
-        )
+        history = torch.zeros(self.schedule.slots, _total(sizes), device=place[1])
+        prepared = torch.zeros(ahead, _total(sizes), device=place[1])
+        state.history |= _views(history, sizes)
+        state.prepared |= _views(prepared, sizes)
+        slices = [
+            Slice(state.identity.tensors[name], part.region, state.history[name], state.prepared[name])
+            for name, part in parts.items()
+        ]
+        layout = self._executor(place).layout(slices)
+        state.fields[place] = Field(tuple(parts), history, prepared, layout)
 
     @torch.no_grad()
     def add(self, state: State, gradients: Mapping[str, torch.Tensor], scale: float) -> State:
@@ -99,14 +128,16 @@ class Engine:
         scale = _check.real("scale", scale, 0)
         self._prepare(state)
         step = self.schedule.step(state.step, state.refreshed)
-        for name, tensor in state.identity.tensors.items():
-            part, gradient = state.parts[name], shards.local(gradients[name])
-            contiguous = gradient.contiguous()  # itself, unless it has gaps
-            vectors = state.history[name], state.prepared[name]
-            executor = self._executor(part)
-            executor.advance(step, tensor, part.region, *vectors, part.flat(contiguous), scale)
-            if contiguous is not gradient:
-                gradient.copy_(contiguous)
+        given = {name: shards.local(gradients[name]) for name in state.parts}
+        contiguous = {
+            name: tensor.contiguous() for name, tensor in given.items()
+        }  # itself, unless it has gaps
+        for place, where in state.fields.items():
+            flat = [state.parts[name].flat(contiguous[name]) for name in where.names]
+            self._executor(place).advance(step, where.layout, flat, scale)
+        for name, gradient in given.items():
+            if contiguous[name] is not gradient:
+                gradient.copy_(contiguous[name])
             state.dtypes[name] = gradient.dtype
         if step.forward:
             state.refreshed = state.step
@@ -119,24 +150,26 @@ class Engine:
         if self.schedule.lookahead == 1 or state.refreshed >= base:
             return
         matrix = self.schedule.pass_matrix(base)
-        for name, part in state.parts.items():
-            self._executor(part).prepare(matrix, state.history[name], state.prepared[name])
+        for place, where in state.fields.items():
+            self._executor(place).prepare(matrix, where.history, where.prepared)
         state.refreshed = base
 
-    def _executor(self, part: Part) -> Any:
-        """What runs the steps of this part; made once per device."""
+    def _place(self, part: Part) -> Place:
+        """By what, and on which device, the steps of this part are run."""
         # The fused kernels draw spans of coordinates only; Triton on the CPU is its interpreter, for tests.
         fits = part.region.contiguous and (part.device.type == "cuda" or self._kernels == "triton")
-        kind = "triton" if fits and self._triton else "torch"
-        place = kind, part.device
+        return "triton" if fits and self._triton else "torch", part.device
+
+    def _executor(self, place: Place) -> Any:
+        """What runs the steps of a place; made once."""
         if place not in self._executors:
             secret = self.key.derive("noise").secret
-            if kind == "triton":
+            if place[0] == "triton":
                 from bandmf.torch.kernels import Kernels
 
-                self._executors[place] = Kernels(secret, self.rounds, part.device)
+                self._executors[place] = Kernels(secret, self.rounds, place[1])
             else:
-                self._executors[place] = Operations(secret, self.rounds, part.device)
+                self._executors[place] = Operations(secret, self.rounds, place[1])
         return self._executors[place]
 
     def _check(self, state: State, gradients: Mapping[str, torch.Tensor]) -> None:
@@ -164,7 +197,7 @@ class Engine:
         for name, part in state.parts.items():
             gradient = shards.local(gradients[name])
             if gradient.numel():
-                flag = self._executor(part).all_finite(gradient)
+                flag = self._executor(self._place(part)).all_finite(gradient)
                 flags.setdefault(part.device, []).append((name, flag))
         for named in flags.values():
             verdicts = torch.stack([flag for _, flag in named]).tolist()
@@ -199,10 +232,18 @@ class Engine:
         return state
 
 
-def _vectors(count: int, part: Part) -> torch.Tensor:
-    """`count` vectors of the part's size, zero, each aligned."""
-    padded = -(-part.region.size // ALIGNMENT) * ALIGNMENT
-    return torch.zeros(count, padded, device=part.device)[:, : part.region.size]
+def _padded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _total(sizes: Mapping[str, int]) -> int:
+    return sum(_padded(size) for size in sizes.values())
+
+
+def _views(whole: torch.Tensor, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    """The columns of each tensor, one tensor after the other, each aligned."""
+    pieces = whole.split([_padded(size) for size in sizes.values()], dim=1)
+    return {name: piece[:, :size] for (name, size), piece in zip(sizes.items(), pieces, strict=True)}
 
 
 def _local_history(name: str, state: State, saved: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ are 64-bit, because slots * coordinates passes 2^31.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,14 +17,15 @@ import triton
 import triton.language as tl
 
 from bandmf.noise.normals import GROUP
-from bandmf.noise.region import Region
 from bandmf.noise.schedule import MAX_LOOKAHEAD, Step
 from bandmf.torch import words
+from bandmf.torch.operations import Slice
 
 GROUPS = 1  # groups per program of the step kernel: 64 lanes of ChaCha
 STEP_WARPS = 2  # so one lane for each thread
 COLUMNS = 256  # coordinates per program of the outer look-ahead pass
 PASS_WARPS = 4
+LARGE = 1 << 22  # numbers; slices of fewer share a launch
 MAX_FORWARD = 3  # prepared rows that a step can add to
 
 
@@ -35,50 +37,70 @@ class Kernels:
         self._key = words.key_words(secret, device)
         self._uploaded: tuple[Step, torch.Tensor] | None = None
 
-    def advance(
-        self,
-        step: Step,
-        tensor: int,
-        region: Region,
-        history: torch.Tensor,
-        prepared: torch.Tensor,
-        gradient: torch.Tensor,
-        scale: float,
-    ) -> None:
-        """Take one step for the span `region`; the flat `gradient` and the rest are its own."""
-        if not region.size:
-            return
-        first, last = region.start // GROUP, -(-(region.start + region.size) // GROUP)
-        table = self._table(step)
-        ahead = step.prepared is not None
+    def layout(self, slices: list[Slice]) -> Layout:
+        """The slices of a run, as `advance` takes them."""
+        return Layout(slices)
+
+    def advance(self, step: Step, layout: Layout, gradients: list[torch.Tensor], scale: float) -> None:
+        """Take one step for all slices: one launch for each large one, and one for all others of a dtype."""
+        joint: dict[torch.dtype, list[int]] = {}
+        for k, (one, gradient) in enumerate(zip(layout.slices, gradients, strict=True)):
+            if one.region.size >= LARGE:
+                self._advance_one(step, one, gradient, scale)
+            elif one.region.size:
+                joint.setdefault(gradient.dtype, []).append(k)
+        for members in joint.values():
+            self._advance_joint(step, layout, members, [gradients[k] for k in members], scale)
+
+    def _advance_one(self, step: Step, one: Slice, gradient: torch.Tensor, scale: float) -> None:
+        first, last = one.first_group, one.last_group
         with self._on_device():
             step_kernel[(triton.cdiv(last - first, GROUPS),)](
                 gradient,
-                history if history.numel() else gradient,
-                prepared[step.prepared :] if ahead else gradient,
-                table,
-                self._key,
-                region.size,
-                history.stride(0),
-                prepared.stride(0),
-                region.start % GROUP,
+                one.history if one.history.numel() else gradient,
+                gradient if step.prepared is None else one.prepared[step.prepared :],
+                one.region.size,
+                one.region.start % GROUP,
                 first,
-                step.draws[0][0],
-                tensor,
-                scale,
-                table.shape[1],
-                len(step.reads),
-                len(step.draws),
-                -1 if step.store is None else step.store,
-                len(step.decays),
-                len(step.forward),
-                AHEAD=ahead,
-                FORWARD=len(step.forward) > 0,
-                REDRAW=len(step.draws) > 1,
-                ROUNDS=self._rounds,
-                GROUPS=GROUPS,
-                num_warps=STEP_WARPS,
+                one.tensor,
+                *self._numbers(step, one, scale),
+                **self._switches(step),
             )
+
+    def _advance_joint(
+        self, step: Step, layout: Layout, members: list[int], gradients: list[torch.Tensor], scale: float
+    ) -> None:
+        rows, owners = layout.joint(tuple(members), self._upload)
+        rows[:, 0] = [gradient.data_ptr() for gradient in gradients]
+        aligned = not (np.any(rows[:, 0] % 16) or np.any(rows[:, 4] % 16))
+        with self._on_device():
+            joint_step_kernel[(len(owners),)](
+                self._upload(rows.copy()),
+                owners,
+                gradients[0],
+                step.prepared or 0,
+                *self._numbers(step, layout.slices[members[0]], scale),
+                ALIGNED=aligned,
+                **self._switches(step),
+            )
+
+    def _numbers(self, step: Step, one: Slice, scale: float) -> tuple[Any, ...]:
+        """What a launch is told of a step, beside the slices."""
+        table = self._table(step)
+        store = -1 if step.store is None else step.store
+        lengths = len(step.reads), len(step.draws), store, len(step.decays), len(step.forward)
+        strides = one.history.stride(0), one.prepared.stride(0)
+        return table, self._key, *strides, step.draws[0][0], scale, table.shape[1], *lengths
+
+    def _switches(self, step: Step) -> dict[str, Any]:
+        return {
+            "AHEAD": step.prepared is not None,
+            "FORWARD": len(step.forward) > 0,
+            "REDRAW": len(step.draws) > 1,
+            "ROUNDS": self._rounds,
+            "GROUPS": GROUPS,
+            "num_warps": STEP_WARPS,
+        }
 
     def prepare(self, matrix: np.ndarray, history: torch.Tensor, prepared: torch.Tensor) -> None:
         """prepared = matrix @ history on tensor cores, at float32 accuracy (three tf32 products)."""
@@ -139,25 +161,131 @@ class Kernels:
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
 
+class Layout:
+    """Where the slices of a run lie; what a joint launch needs of that is worked out once."""
+
+    def __init__(self, slices: list[Slice]) -> None:
+        self.slices = slices
+        self._kept: dict[tuple[int, ...], tuple[np.ndarray, torch.Tensor]] = {}
+
+    def joint(
+        self, members: tuple[int, ...], upload: Callable[[np.ndarray], torch.Tensor]
+    ) -> tuple[np.ndarray, torch.Tensor]:
+        """A row for each of these slices, as joint_step_kernel reads it; and the row of each program."""
+        if members not in self._kept:
+            chosen = [self.slices[k] for k in members]
+            counts = [triton.cdiv(one.last_group - one.first_group, GROUPS) for one in chosen]
+            before = np.cumsum(counts) - counts
+            rows = [
+                (0, one.history.data_ptr(), one.prepared.data_ptr(), one.region.size, one.region.start % GROUP,
+                 one.first_group, one.tensor, first)
+                for one, first in zip(chosen, before, strict=True)
+            ]  # fmt: skip
+            owners = upload(np.repeat(np.arange(len(chosen), dtype=np.int32), counts))
+            self._kept = {members: (np.array(rows, np.int64), owners)}
+        return self._kept[members]
+
+
 # Numbers that change from step to step must not make Triton compile again.
-@triton.jit(
-    do_not_specialize=[
-        "first_group", "step", "tensor", "width", "reads", "draws", "store", "decays", "forward",
-    ]
-)  # fmt: skip
+CHANGING = ["step", "width", "reads", "draws", "store", "decays", "forward"]
+
+
+@triton.jit(do_not_specialize=["first_group", "tensor", *CHANGING])
 def step_kernel(
     gradient,
     history,
     prepared,
-    table,
-    key,
     size,
-    stride,
-    prepared_stride,
     shift,
     first_group,
-    step,
     tensor,
+    table,
+    key,
+    stride,
+    prepared_stride,
+    step,
+    scale,
+    width,
+    reads,
+    draws,
+    store,
+    decays,
+    forward,
+    AHEAD: tl.constexpr,
+    FORWARD: tl.constexpr,
+    REDRAW: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """One slice, whose numbers are arguments: a fifth faster than looking them up."""
+    program = tl.program_id(0).to(tl.int64)
+    _step(
+        program, gradient, history, prepared, size, shift, first_group, tensor, table, key, stride,
+        prepared_stride, step, scale, width, reads, draws, store, decays, forward,
+        AHEAD, FORWARD, REDRAW, ROUNDS, GROUPS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["row", *CHANGING])
+def joint_step_kernel(
+    slices,
+    owners,
+    typed,
+    row,
+    table,
+    key,
+    stride,
+    prepared_stride,
+    step,
+    scale,
+    width,
+    reads,
+    draws,
+    store,
+    decays,
+    forward,
+    ALIGNED: tl.constexpr,
+    AHEAD: tl.constexpr,
+    FORWARD: tl.constexpr,
+    REDRAW: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Many slices, since for a small one the launch is what costs. `typed` only tells the gradients' dtype."""
+    mine = slices + tl.load(owners + tl.program_id(0)) * 8
+    gradient = tl.load(mine).to(typed.dtype)
+    history = tl.multiple_of(tl.load(mine + 1).to(tl.pointer_type(tl.float32)), 16)
+    prepared = tl.multiple_of(tl.load(mine + 2).to(tl.pointer_type(tl.float32)), 16)
+    shift = tl.load(mine + 4)
+    if ALIGNED:
+        gradient = tl.multiple_of(gradient, 16)
+        shift = tl.multiple_of(shift, 16)
+    if AHEAD:
+        prepared += row * tl.cast(prepared_stride, tl.int64)
+    size, first_group, tensor = tl.load(mine + 3), tl.load(mine + 5), tl.load(mine + 6)
+    program = tl.program_id(0) - tl.load(mine + 7)
+    _step(
+        program, gradient, history, prepared, size, shift, first_group, tensor, table, key, stride,
+        prepared_stride, step, scale, width, reads, draws, store, decays, forward,
+        AHEAD, FORWARD, REDRAW, ROUNDS, GROUPS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _step(
+    program,
+    gradient,
+    history,
+    prepared,
+    size,
+    shift,
+    first_group,
+    tensor,
+    table,
+    key,
+    stride,
+    prepared_stride,
+    step,
     scale,
     width,
     reads,
@@ -173,7 +301,6 @@ def step_kernel(
 ):
     """y = feeds . z + weights . history + prepared; then the history and the gradient take y."""
     COUNT: tl.constexpr = GROUPS * 2048
-    program = tl.program_id(0).to(tl.int64)
     place = program * COUNT - shift + tl.arange(0, COUNT)
     inside = (place >= 0) & (place < size)
     y = tl.zeros([COUNT], tl.float32)

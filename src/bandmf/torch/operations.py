@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from threading import Barrier
 
 import numpy as np
@@ -25,6 +26,28 @@ MOST_THREADS = 4  # more would wait for each other at Python's lock
 SMALL = 1 << 15  # torch runs operations this short on one thread anyway
 
 
+@dataclass(frozen=True)
+class Slice:
+    """This rank's part of one tensor: the coordinates in `region`, with vectors that are theirs alone.
+
+    Histories of all slices on a device lie in one matrix, as do the prepared sums: they share their strides.
+    """
+
+    tensor: int
+    region: Region
+    history: torch.Tensor
+    prepared: torch.Tensor
+
+    @property
+    def first_group(self) -> int:
+        return self.region.start // GROUP
+
+    @property
+    def last_group(self) -> int:
+        """The first group that has nothing of the slice any more."""
+        return -(-(self.region.start + self.region.size) // GROUP)
+
+
 class Operations:
     """Executes steps on one device."""
 
@@ -34,20 +57,20 @@ class Operations:
         self._drawers = [Drawer(secret, rounds, device) for _ in range(self._threads)]
         self._pool: ThreadPoolExecutor | None = None
 
-    def advance(
-        self,
-        step: Step,
-        tensor: int,
-        region: Region,
-        history: torch.Tensor,
-        prepared: torch.Tensor,
-        gradient: torch.Tensor,
-        scale: float,
-    ) -> None:
-        """Take one step for the coordinates in `region`; the flat `gradient` and the rest are theirs alone."""
+    def layout(self, slices: list[Slice]) -> list[Slice]:
+        """The slices of a run, as `advance` takes them."""
+        return slices
+
+    def advance(self, step: Step, layout: list[Slice], gradients: list[torch.Tensor], scale: float) -> None:
+        """Take one step for all slices, whose flat gradients are given in the same order."""
+        for one, gradient in zip(layout, gradients, strict=True):
+            self._advance(step, one, gradient, scale)
+
+    def _advance(self, step: Step, one: Slice, gradient: torch.Tensor, scale: float) -> None:
+        region, history, prepared = one.region, one.history, one.prepared
 
         def work(drawer: Drawer, begin: int, end: int) -> None:
-            y = drawer.white(step, tensor, region, begin, end)
+            y = drawer.white(step, one.tensor, region, begin, end)
             for slot, weight in step.reads:
                 y.add_(history[slot, begin:end], alpha=weight)
             if step.prepared is not None:
