@@ -54,9 +54,9 @@ def test_the_fast_source_equals_the_oracle_on_any_range(span):
 @pytest.mark.parametrize("span", RANGES)
 def test_torch_operations_equal_the_oracle_on_any_range(span):
     torch = pytest.importorskip("torch")
-    from bandmf.torch.draw import Drawer
+    from bandmf.torch.draw import TorchSource
 
-    got = Drawer(SECRET, 20, torch.device("cpu")).draw(2**35, 9, *span).numpy()
+    got = TorchSource(SECRET, 20, torch.device("cpu")).chunk(2**35, 9, *span).numpy()
     np.testing.assert_allclose(got, normals.reference(SECRET, 2**35, 9, *span), rtol=0, atol=2e-6)
 
 

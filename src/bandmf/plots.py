@@ -97,6 +97,26 @@ def best_bands(epochs: list[int], epsilons: list[float], bands: list[list[int]],
     return figure
 
 
+def noise_costs(curves: dict[str, list[tuple[int, float, float]]], title: str) -> Figure:
+    """Time and memory of noise against bands; curves hold (bands, milliseconds, vectors), by name.
+
+    A curve of a single point, such as independent noise, has nothing to do with bands: a level line.
+    """
+    figure, (left, right) = panels(2)
+    for name, points in curves.items():
+        widths, *values = zip(*points, strict=True)
+        for axis, value in zip((left, right), values, strict=True):
+            if len(points) == 1:
+                axis.axhline(value[0], linestyle="--", color="#777777", label=name)
+            else:
+                axis.plot(widths, value, marker="o", markersize=3.5, label=name)
+    for axis, label in ((left, "milliseconds per step"), (right, "peak memory, in gradients")):
+        axis.set(xscale="log", yscale="log", xlabel="bands", ylabel=label)
+    left.set_title(title)
+    right.legend(frameon=False, fontsize=8)
+    return figure
+
+
 def accuracy(curves: dict[str, list[tuple[tuple[int, ...], tuple[float, ...]]]], title: str) -> Figure:
     """Test accuracy against step, by mechanism: the mean of all runs, and each run faintly."""
     figure, (axis,) = panels(1, width=6.2, height=4.0)

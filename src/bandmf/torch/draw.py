@@ -1,66 +1,80 @@
-"""White noise as torch tensors, with scratch memory for one chunk: what one thread draws with."""
+"""White noise for one device, with scratch memory for one chunk.
+
+On the CPU it comes as NumPy arrays: NumPy's logarithm and conversions are faster there than torch's, and so are
+its short operations. On other devices it comes as torch tensors.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
 
-from bandmf.noise import chacha
-from bandmf.noise.normals import GROUP, PAIRS, chunks
+from bandmf.noise.normals import GROUP, PAIRS, Source, chunks
 from bandmf.noise.region import Region
 from bandmf.noise.schedule import Step
 from bandmf.torch import words
 
 
 class Drawer:
-    """Draws z on one device, at most `CHUNK` coordinates at a time."""
+    """Draws z on one device, at most `chunk` coordinates at a time."""
+
+    def __init__(self, secret: bytes, rounds: int, device: torch.device) -> None:
+        self._device = device
+        self._source: Source | TorchSource
+        if device.type == "cpu":
+            self._source = Source(secret, rounds)
+        else:
+            self._source = TorchSource(secret, rounds, device)
+        self.chunk = self._source.CHUNK
+
+    def white(self, step: Step, tensor: int, region: Region, begin: int, end: int) -> Any:
+        """The sum of the step's draws: scratch, which may be overwritten."""
+        (drawn, feed), *more = step.draws
+        y = self._draw(drawn, tensor, region, begin, end)
+        if feed != 1:
+            y *= feed
+        if more:
+            y = y + 0  # a copy, as the next draw overwrites it
+        for drawn, feed in more:
+            y += feed * self._draw(drawn, tensor, region, begin, end)
+        return y
+
+    def _draw(self, step: int, tensor: int, region: Region, begin: int, end: int) -> Any:
+        if region.contiguous:
+            return self._source.chunk(step, tensor, region.start + begin, region.start + end)
+        coordinates = region.coordinates(begin, end)
+        # Each group that is touched is drawn once; neighbouring groups are drawn together.
+        groups, place = np.unique(coordinates // GROUP, return_inverse=True)
+        parts: list[Any] = []
+        for run in np.split(groups, np.flatnonzero(np.diff(groups) != 1) + 1):
+            for first, last in chunks(int(run[0]) * GROUP, (int(run[-1]) + 1) * GROUP, self.chunk):
+                parts.append(self._source.chunk(step, tensor, first, last) + 0)
+        positions = place * GROUP + coordinates % GROUP
+        if self._device.type == "cpu":
+            return np.concatenate(parts)[positions]
+        return torch.cat(parts)[torch.from_numpy(positions).to(self._device)]
+
+
+class TorchSource:
+    """The same as `Source`, in torch operations."""
 
     CHUNK = 128 * GROUP
 
     def __init__(self, secret: bytes, rounds: int, device: torch.device) -> None:
-        self._device, self._rounds = device, rounds
-        self._keystream = chacha.Keystream(secret, rounds) if device.type == "cpu" else None
-        self._key = words.key_words(secret, device)
+        self._key, self._rounds = words.key_words(secret, device), rounds
         groups = self.CHUNK // GROUP
         self._words = torch.empty(groups, 3, PAIRS, dtype=torch.int32, device=device)
         self._radius, self._theta, self._spare = torch.empty(3, groups, PAIRS, device=device)
         self._normals = torch.empty(groups, 2, PAIRS, device=device)
 
-    def white(self, step: Step, tensor: int, region: Region, begin: int, end: int) -> torch.Tensor:
-        """The sum of the step's draws: scratch, which may be overwritten."""
-        (drawn, feed), *more = step.draws
-        y = self._draw(drawn, tensor, region, begin, end)
-        if feed != 1:
-            y.mul_(feed)
-        if more:
-            y = y.clone()  # the next draw overwrites it
-        for drawn, feed in more:
-            y.add_(self._draw(drawn, tensor, region, begin, end), alpha=feed)
-        return y
-
-    def _draw(self, step: int, tensor: int, region: Region, begin: int, end: int) -> torch.Tensor:
-        if region.contiguous:
-            return self.draw(step, tensor, region.start + begin, region.start + end)
-        coordinates = region.coordinates(begin, end)
-        # Each group that is touched is drawn once; neighbouring groups are drawn together.
-        groups, place = np.unique(coordinates // GROUP, return_inverse=True)
-        parts = []
-        for run in np.split(groups, np.flatnonzero(np.diff(groups) != 1) + 1):
-            for first, last in chunks(int(run[0]) * GROUP, (int(run[-1]) + 1) * GROUP, self.CHUNK):
-                parts.append(self.draw(step, tensor, first, last).clone())
-        positions = torch.from_numpy(place * GROUP + coordinates % GROUP)
-        return torch.cat(parts)[positions.to(self._device)]
-
-    def draw(self, step: int, tensor: int, start: int, stop: int) -> torch.Tensor:
+    def chunk(self, step: int, tensor: int, start: int, stop: int) -> torch.Tensor:
         """z for a range between two multiples of CHUNK; scratch that the next call overwrites."""
         first, last = start // GROUP, -(-stop // GROUP)
         out = self._words[: last - first]
-        if self._keystream is not None:
-            words.fill_on_cpu(self._keystream, out, step, tensor, first)
-        else:
-            words.fill(self._key, out, step, tensor, first, self._rounds)
+        words.fill(self._key, out, step, tensor, first, self._rounds)
         return self._box_muller(out)[start - first * GROUP : stop - first * GROUP]
 
     def _box_muller(self, words: torch.Tensor) -> torch.Tensor:

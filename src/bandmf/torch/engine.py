@@ -16,7 +16,7 @@ from bandmf.noise.key import Key
 from bandmf.noise.schedule import Schedule
 from bandmf.strategies.base import Strategy
 from bandmf.torch import shards
-from bandmf.torch.operations import Operations, Slice
+from bandmf.torch.operations import Field, Operations, Slice
 from bandmf.torch.shards import Part
 
 INNER = 4  # steps of the inner look-ahead: the Triton kernel has this many accumulators
@@ -26,25 +26,24 @@ Place = tuple[str, torch.device]  # what runs the steps, "triton" or "torch", an
 
 
 @dataclass(frozen=True, eq=False)
-class Field:
-    """All tensors of one place side by side, so that one pass, and one launch, serves them all."""
+class Group:
+    """The tensors of one place."""
 
     names: tuple[str, ...]
-    history: torch.Tensor
-    prepared: torch.Tensor
-    layout: Any  # the same slices, as the place's executor wants them
+    field: Field
+    layout: Any  # the field, as the place's executor wants it
 
 
 @dataclass
 class State:
     """The state of a run on this rank: the history of its own part of every tensor.
 
-    `history` and `prepared` are views, tensor by tensor, of the matrices in `fields`.
+    `history` and `prepared` are views, tensor by tensor, of the matrices of the groups.
     """
 
     identity: checks.Identity
     parts: dict[str, Part]
-    fields: dict[Place, Field] = field(default_factory=dict)
+    groups: dict[Place, Group] = field(default_factory=dict)
     history: dict[str, torch.Tensor] = field(default_factory=dict)
     prepared: dict[str, torch.Tensor] = field(default_factory=dict)
     step: int = 0
@@ -118,8 +117,9 @@ class Engine:
             Slice(state.identity.tensors[name], part.region, state.history[name], state.prepared[name])
             for name, part in parts.items()
         ]
-        layout = self._executor(place).layout(slices)
-        state.fields[place] = Field(tuple(parts), history, prepared, layout)
+        all_of_them = Field(slices, history, prepared)
+        layout = self._executor(place).layout(all_of_them)
+        state.groups[place] = Group(tuple(parts), all_of_them, layout)
 
     @torch.no_grad()
     def add(self, state: State, gradients: Mapping[str, torch.Tensor], scale: float) -> State:
@@ -132,9 +132,9 @@ class Engine:
         contiguous = {
             name: tensor.contiguous() for name, tensor in given.items()
         }  # itself, unless it has gaps
-        for place, where in state.fields.items():
-            flat = [state.parts[name].flat(contiguous[name]) for name in where.names]
-            self._executor(place).advance(step, where.layout, flat, scale)
+        for place, group in state.groups.items():
+            flat = [state.parts[name].flat(contiguous[name]) for name in group.names]
+            self._executor(place).advance(step, group.layout, flat, scale)
         for name, gradient in given.items():
             if contiguous[name] is not gradient:
                 gradient.copy_(contiguous[name])
@@ -150,8 +150,8 @@ class Engine:
         if self.schedule.lookahead == 1 or state.refreshed >= base:
             return
         matrix = self.schedule.pass_matrix(base)
-        for place, where in state.fields.items():
-            self._executor(place).prepare(matrix, where.history, where.prepared)
+        for place, group in state.groups.items():
+            self._executor(place).prepare(matrix, group.field.history, group.field.prepared)
         state.refreshed = base
 
     def _place(self, part: Part) -> Place:

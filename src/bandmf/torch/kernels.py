@@ -19,7 +19,7 @@ import triton.language as tl
 from bandmf.noise.normals import GROUP
 from bandmf.noise.schedule import MAX_LOOKAHEAD, Step
 from bandmf.torch import words
-from bandmf.torch.operations import Slice
+from bandmf.torch.operations import Field, Slice
 
 GROUPS = 1  # groups per program of the step kernel: 64 lanes of ChaCha
 STEP_WARPS = 2  # so one lane for each thread
@@ -37,9 +37,9 @@ class Kernels:
         self._key = words.key_words(secret, device)
         self._uploaded: tuple[Step, torch.Tensor] | None = None
 
-    def layout(self, slices: list[Slice]) -> Layout:
-        """The slices of a run, as `advance` takes them."""
-        return Layout(slices)
+    def layout(self, field: Field) -> Layout:
+        """The tensors of a run, as `advance` takes them."""
+        return Layout(field.slices)
 
     def advance(self, step: Step, layout: Layout, gradients: list[torch.Tensor], scale: float) -> None:
         """Take one step for all slices: one launch for each large one, and one for all others of a dtype."""

@@ -1,28 +1,20 @@
-"""The words of the white noise as torch tensors: from OpenSSL on the CPU, by integer operations elsewhere."""
+"""The words of the white noise by torch's integer operations, for devices where OpenSSL cannot draw them."""
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from bandmf.noise import chacha
 from bandmf.noise.normals import BLOCKS, PAIRS, nonce
 
 
-def fill_on_cpu(
-    keystream: chacha.Keystream, out: torch.Tensor, step: int, tensor: int, first_group: int
-) -> None:
-    """Fill `out`, int32 of shape (groups, 3, PAIRS) on the CPU, with the words of these groups."""
-    words = out.numpy().view(np.uint32).reshape(-1)
-    keystream.fill(words, nonce(step, tensor), first_group * BLOCKS)
-
-
 def fill(
     key: torch.Tensor, out: torch.Tensor, step: int, tensor: int, first_group: int, rounds: int = 20
 ) -> None:
-    """The same on any device; `key` holds the eight key words as int32 there.
+    """Fill `out`, int32 of shape (groups, 3, PAIRS), with the words of these groups.
 
-    All of it is int32 arithmetic, which wraps around as ChaCha wants; torch has too little for uint32.
+    `key` holds the eight key words as int32 on the same device. All of it is int32 arithmetic, which wraps
+    around as ChaCha wants; torch has too little for uint32.
     """
     groups = len(out)
     counters = torch.arange(groups * BLOCKS, dtype=torch.int64, device=out.device) + first_group * BLOCKS
