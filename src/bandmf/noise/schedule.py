@@ -47,14 +47,15 @@ class Step:
 
 
 def best_lookahead(bands: int, inner: int | None = None) -> int:
-    """T near 2 sqrt(bands), a multiple of the inner level if there is one; at most 16.
+    """T near sqrt(2 bands), or with an inner level near 2 sqrt(bands) and a multiple of it; at most 16.
 
-    1, which is none, where a pass would save nothing. The vectors read per step, b/T + T/2, would be fewest at
-    T = sqrt(2 b); but the b/T are the slower ones, as they come with products of matrices.
+    1, which is none, where a pass would save nothing.
     """
     if bands < (12 if inner else 8):
         return 1
-    return min(MAX_LOOKAHEAD, (inner or 1) * round(2 * math.sqrt(bands) / (inner or 1)))
+    if inner:
+        return min(MAX_LOOKAHEAD, inner * round(2 * math.sqrt(bands) / inner))
+    return min(MAX_LOOKAHEAD, round(math.sqrt(2 * bands)))
 
 
 class Schedule:
