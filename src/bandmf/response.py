@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.signal import fftconvolve, lfilter
+from scipy.fft import irfft, next_fast_len, rfft
+from scipy.signal import fftconvolve, lfilter, oaconvolve
 
 from bandmf._check import FloatArray
 from bandmf.workloads import Workload
@@ -25,11 +26,15 @@ _FFT_PAYS = 256  # bands from which power-series division by FFT beats the direc
 
 @dataclass(frozen=True)
 class Response:
-    """w_0 .. w_{m-1} in `head`; w_i = `limit` for m <= i < steps."""
+    """w_0 .. w_{m-1} in `head`; w_i = `limit` for m <= i < steps.
+
+    `inverse` are the first terms of 1 / theta(x), where they were computed: the gradient needs them again.
+    """
 
     head: FloatArray
     limit: float
     steps: int
+    inverse: FloatArray | None = None
 
     @property
     def tail_steps(self) -> int:
@@ -70,9 +75,10 @@ def response(theta: FloatArray, workload: Workload, terms: int) -> Response:
     assert workload.coefficients is not None
     terms = min(terms, workload.steps)
     with np.errstate(over="ignore", invalid="ignore"):  # unstable coefficients: the caller sees inf
-        head = divide_series(workload.coefficients(terms), theta)
+        inverse = inverse_series(theta, terms) if _fft_pays(theta, terms) else None
+        head = divide_series(workload.coefficients(terms), theta, inverse)
         limit = (workload.limit or 0.0) / theta.sum()
-    return Response(head, float(limit), workload.steps)
+    return Response(head, float(limit), workload.steps, inverse)
 
 
 def settled_response(theta: FloatArray, workload: Workload, terms: int | None = None) -> Response:
@@ -96,22 +102,35 @@ def first_terms(bands: int, workload: Workload) -> int:
     if workload.limit is None:
         return workload.steps
     memory = workload.operator.buffers + 1  # a Toeplitz workload may come back after a long gap
-    return min(workload.steps, max(32 * bands, 256, memory + bands))
+    terms = max(32 * bands, 256, memory + bands)
+    return workload.steps if 2 * terms > workload.steps else terms
 
 
-def divide_series(numerator: FloatArray, theta: FloatArray) -> FloatArray:
-    """The power series numerator(x) / theta(x), cut to the same length: solves C(theta) w = numerator."""
-    if len(theta) < _FFT_PAYS or len(numerator) < 4 * _FFT_PAYS:
+def divide_series(numerator: FloatArray, theta: FloatArray, inverse: FloatArray | None = None) -> FloatArray:
+    """The power series numerator(x) / theta(x), cut to the same length: solves C(theta) w = numerator.
+
+    `inverse` is 1 / theta(x) to as many terms, where it is known; otherwise the direct recursion is used.
+    """
+    if inverse is None:
         return lfilter([1.0], theta, numerator)
-    # Newton's iteration for 1 / theta doubles the number of right terms each time.
-    count, size = len(numerator), 1
-    inverse = np.array([1 / theta[0]])
+    if np.all(numerator == numerator[0]):  # the prefix workload
+        return numerator[0] * np.cumsum(inverse)
+    return fftconvolve(inverse, numerator)[: len(numerator)]
+
+
+def _fft_pays(theta: FloatArray, terms: int) -> bool:
+    return len(theta) >= _FFT_PAYS and terms >= 4 * _FFT_PAYS
+
+
+def inverse_series(theta: FloatArray, count: int) -> FloatArray:
+    """The first terms of 1 / theta(x): Newton's iteration doubles the number of right terms each time."""
+    size, inverse = 1, np.array([1 / theta[0]])
     while size < count:
         size = min(2 * size, count)
-        correction = -fftconvolve(fftconvolve(theta[:size], inverse)[:size], inverse)[:size]
+        correction = -fftconvolve(oaconvolve(theta[:size], inverse)[:size], inverse)[:size]
         correction[: len(inverse)] += 2 * inverse
         inverse = correction
-    return fftconvolve(inverse, numerator)[:count]
+    return inverse
 
 
 def chain_to_theta(
@@ -121,7 +140,7 @@ def chain_to_theta(
 
     u solves C(theta)' u = dE/dw, and dE/dtheta_j = -sum_i u_{i+j} w_i.
     """
-    adjoint = divide_series(head_gradient[::-1], theta)[::-1]
+    adjoint = divide_series(head_gradient[::-1], theta, result.inverse)[::-1]
     correlation = correlate(np.pad(adjoint, (0, len(theta) - 1)), result.head)
     return -correlation - limit_gradient * result.limit / theta.sum()
 
@@ -129,8 +148,19 @@ def chain_to_theta(
 def correlate(later: FloatArray, earlier: FloatArray) -> FloatArray:
     """sum_i later_{i+j} earlier_i for every j that fits; in pieces that stay in the cache."""
     extra = len(later) - len(earlier)
+    if extra >= _FFT_PAYS:
+        return _correlate_by_fft(later, earlier, extra)
     pieces = range(0, len(earlier), _PIECE)
     return np.sum(
         [np.correlate(later[i : i + _PIECE + extra], earlier[i : i + _PIECE], "valid") for i in pieces],
         axis=0,
     )
+
+
+def _correlate_by_fft(later: FloatArray, earlier: FloatArray, extra: int) -> FloatArray:
+    """The same in O(m log b): pieces a few times as long as the lags, added up in the frequency domain."""
+    size = next_fast_len(max(_PIECE, 4 * extra), real=True)
+    piece, total = size - extra, np.zeros(size // 2 + 1, complex)
+    for i in range(0, len(earlier), piece):
+        total += rfft(later[i : i + size], size) * rfft(earlier[i : i + piece], size).conj()
+    return irfft(total, size)[: extra + 1]

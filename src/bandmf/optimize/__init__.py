@@ -9,7 +9,7 @@ from bandmf.optimize.horizon import horizon
 from bandmf.optimize.inverse import banded_inverse
 from bandmf.optimize.lti import lti
 from bandmf.optimize.solution import Solution
-from bandmf.optimize.toeplitz import banded_toeplitz
+from bandmf.optimize.toeplitz import banded_toeplitz, stretch
 
 __all__ = [
     "Solution",
@@ -24,4 +24,5 @@ __all__ = [
     "lti",
     "parameterized",
     "robust_banded_toeplitz",
+    "stretch",
 ]

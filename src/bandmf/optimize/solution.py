@@ -82,6 +82,8 @@ def descend(
     def guarded(flat: FloatArray) -> tuple[float, FloatArray]:
         nonlocal best_x, best_loss, best_slope
         x = flat.reshape(shape)
+        if iterations == 0 and np.array_equal(x, best_x):  # the start, which is known
+            return best_loss, best_slope.ravel()
         with np.errstate(all="ignore"):
             loss, slope = loss_and_gradient(x)
         if not (math.isfinite(loss) and np.isfinite(slope).all()):

@@ -34,6 +34,8 @@ def banded_toeplitz(
     normalize_columns: bool | str = "optimized",
     *,
     terms: int | None = None,
+    tolerance: float = 1e-14,
+    start: FloatArray | None = None,
     watch: Watcher | None = None,
 ) -> Solution:
     """The banded Toeplitz strategy of least error.
@@ -41,6 +43,9 @@ def banded_toeplitz(
     `normalize_columns`: False; "after", the paper's post-processing; or "optimized", optimised as such,
     which is never worse. `terms` fixes the paper's approximate loss with cut-off m (Appendix "Scaling beyond
     n > 10^7") instead of the exact one: for comparison only, since it can report less than is achievable.
+    The search ends when an iteration improves the loss by less than `tolerance`, relatively; the error that
+    is returned is exact all the same. `start` are coefficients to begin with (see `stretch`), the square root's
+    if None.
 
     >>> solution = banded_toeplitz(1024, 16, normalize_columns=False)
     >>> round(solution.rmse, 6), solution.converged
@@ -55,11 +60,12 @@ def banded_toeplitz(
     terms = None if terms is None else _check.whole("terms", terms)
     goal = parse(objective, steps)
     _require_toeplitz(workload, mode)
-    family = _Family(workload, goal, False, terms)
-    descent = family.descend(square_root_coefficients(bands), watch)
+    tolerance = _check.real("tolerance", tolerance, 0)
+    family = _Family(workload, goal, False, terms, tolerance)
+    descent = family.descend(_checked_start(start, bands), watch)
     found = [descent.x]
     if mode == "optimized":
-        family = _Family(workload, goal, True, terms)
+        family = _Family(workload, goal, True, terms, tolerance)
         descent = family.descend(descent.x, watch)
         found.append(descent.x)
     strategies = [BandedToeplitz(x / np.linalg.norm(x), steps, normalize_columns=bool(mode)) for x in found]
@@ -79,6 +85,28 @@ def banded_toeplitz(
     )
 
 
+def stretch(coefficients: FloatArray, bands: int) -> FloatArray:
+    """Coefficients for another number of bands, as a start: the same departure from the square root's.
+
+    >>> few, many = (banded_toeplitz(4096, b, normalize_columns=False).strategy for b in (64, 128))
+    >>> start = BandedToeplitz(stretch(few.coefficients, 128), 4096, normalize_columns=False)
+    >>> round(rmse(start) / rmse(many), 2)
+    1.0
+    """
+    departure = coefficients / square_root_coefficients(len(coefficients))
+    places = np.arange(bands) * (len(coefficients) / bands)
+    return square_root_coefficients(bands) * np.interp(places, np.arange(len(coefficients)), departure)
+
+
+def _checked_start(start: FloatArray | None, bands: int) -> FloatArray:
+    if start is None:
+        return square_root_coefficients(bands)
+    start = _check.array("start", start, 1)
+    if len(start) != bands:
+        raise _check.fail("len(start)", len(start), f"must be bands={bands}", "use optimize.stretch")
+    return start
+
+
 def _require_toeplitz(workload: Workload, mode: bool | str) -> None:
     if workload.coefficients is None:
         raise ValueError(
@@ -95,8 +123,11 @@ def _require_toeplitz(workload: Workload, mode: bool | str) -> None:
 class _Family:
     """Loss and gradient over theta for one workload and objective."""
 
-    def __init__(self, workload: Workload, goal: Objective, normalize: bool, terms: int | None) -> None:
+    def __init__(
+        self, workload: Workload, goal: Objective, normalize: bool, terms: int | None, tolerance: float
+    ) -> None:
         self.workload, self.goal, self.normalize, self.terms = workload, goal, normalize, terms
+        self.tolerance = tolerance
 
     def descend(self, theta: FloatArray, watch: Watcher | None) -> Descent:
         """Minimise with more and more terms of the response, and a sharper and sharper maximum."""
@@ -107,7 +138,8 @@ class _Family:
         stages = self.goal.stages() if self.normalize else [self.goal]
         for last, goal in [(goal is stages[-1], goal) for goal in stages]:
             while True:
-                descent = descend(partial(self.loss, goal=goal, terms=terms), theta, watch=watch)
+                loss = partial(self.loss, goal=goal, terms=terms)
+                descent = descend(loss, theta, tolerance=self.tolerance, watch=watch)
                 theta, iterations = descent.x, iterations + descent.iterations
                 needed = self._error(theta, terms).response.terms_to_settle(len(theta))
                 if self.terms or needed <= terms or not last:

@@ -19,7 +19,9 @@ from bandmf.planning.setting import Progress, Setting, plainly
 from bandmf.strategies import Strategy
 from bandmf.workloads import Workload
 
-_LAST_WEIGHED = 2048  # bands; more are only weighed where the search leads there
+_LAST_WEIGHED = 1 << 20  # bands; more are only weighed where the search leads there
+_EVERY_STEP_COUNTS = 256  # bands
+_NEAR_ENOUGH = 0.1  # of the best bands, relatively: the error changes by a few ten-thousandths
 
 
 def plan(
@@ -74,22 +76,41 @@ def plan(
 
 
 def _search(setting: Setting) -> Candidate:
-    """The best number of bands: octaves from the rule of thumb, then halves and quarters of an octave."""
+    """The best number of bands: octaves from the rule of thumb, then the lowest points of parabolas."""
     most = setting.most_bands
     assert setting.examples is not None
     assert setting.epsilon is not None
     epochs = setting.steps * setting.batch_size / setting.examples
     guess = setting.epsilon * math.sqrt(setting.steps) / epochs  # the paper's rule of thumb
-    best = _snap(2 ** round(math.log2(max(1.0, guess))), setting)
-    for fraction in (1.0, 0.5, 0.25, 0.125):
-        best = _walk(setting, best, 2**fraction)
-    for end in (1, min(most, _LAST_WEIGHED)):  # DP-SGD and the unamplified end, for comparison
-        setting.weigh(end)
+    best = _walk(setting, _snap(2 ** round(math.log2(max(1.0, guess))), setting), 2)
+    while (lowest := _lowest_of_parabola(setting, best)) not in setting.weighed:
+        best = min(best, lowest, key=lambda bands: setting.weigh(bands).rmse)
+    if best <= _EVERY_STEP_COUNTS:  # where the number of rounds, a whole one, changes in leaps
+        best = _walk(setting, best, 2**0.125)
+    for end in (1, most):  # DP-SGD and the unamplified end, for comparison
+        if end <= _LAST_WEIGHED:
+            setting.weigh(end)
     best = min(setting.weighed.values(), key=lambda candidate: candidate.rmse).bands
     if (cap := setting.memory_bands) >= best:
         return setting.weighed[best]
     setting.best_without_limit = setting.weighed[best]
     return setting.weigh(cap)  # the error falls up to the best: as many bands as fit
+
+
+def _lowest_of_parabola(setting: Setting, best: int) -> int:
+    """Where the parabola through the best and its neighbours is lowest, in logarithms; near enough is `best`."""
+    fewer = max((bands for bands in setting.weighed if bands < best), default=best)
+    more = min((bands for bands in setting.weighed if bands > best), default=best)
+    if not fewer < best < more:
+        return best
+    x = [math.log(bands / best) for bands in (fewer, best, more)]
+    y = [math.log(setting.weighed[bands].rmse) for bands in (fewer, best, more)]
+    left, right = (y[0] - y[1]) / -x[0], (y[2] - y[1]) / x[2]  # both slopes away from the best are upwards
+    if left + right <= 0:
+        return best
+    lowest = (left * x[2] + right * x[0]) / (2 * (left + right))
+    bands = _snap(round(best * math.exp(lowest)), setting)
+    return best if abs(math.log(bands / best)) < _NEAR_ENOUGH else bands
 
 
 def _walk(setting: Setting, bands: int, factor: float) -> int:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from bandmf import _check, accounting
 from bandmf.error import rmse
-from bandmf.optimize import banded_toeplitz
+from bandmf.optimize import banded_toeplitz, stretch
 from bandmf.participation import Participation
 from bandmf.planning.events import privacy_events
 from bandmf.planning.plans import BYTES_PER_NUMBER, Candidate, Plan, noise_memory
-from bandmf.strategies import Strategy
+from bandmf.strategies import BandedToeplitz, Strategy
 from bandmf.workloads import Workload
 
 _POLISHED_BANDS = 256  # beyond, normalising inside the optimisation is slow and changes nothing
@@ -43,6 +44,7 @@ class Setting:
     adjacency: str
     progress: Progress | None
     weighed: dict[int, Candidate] = field(default_factory=dict)
+    strategies: dict[int, BandedToeplitz] = field(default_factory=dict)
     best_without_limit: Candidate | None = None
 
     @property
@@ -80,10 +82,38 @@ class Setting:
     def weigh(self, bands: int, sigma: float | None = None) -> Candidate:
         """The noise multiplier and error of this many bands."""
         if bands not in self.weighed:
-            error = banded_toeplitz(self.steps, bands, self.workload, normalize_columns=plainly(bands)).rmse
+            strategy, error = self._good_strategy(bands)
+            self.strategies[bands] = strategy
             sigma = self.sigma(bands) if sigma is None else sigma
             self.note(Candidate(bands, sigma, sigma * error, self.memory_of(bands)))
         return self.weighed[bands]
+
+    def _good_strategy(self, bands: int) -> tuple[BandedToeplitz, float]:
+        """One of nearly the least error, with that error, which is exact.
+
+        Where it would take seconds, the search for it begins at a neighbour that has been weighed, follows the
+        response for eight times the bands only, and ends early: a hundred-thousandth from the least error.
+        """
+        options: dict[str, Any] = {}
+        if bands > _POLISHED_BANDS:
+            options["tolerance"] = 1e-6
+            if self.workload.limit is not None:
+                options["terms"] = min(self.steps, 8 * bands)
+            near = min(self.strategies, key=lambda known: abs(math.log(known / bands)), default=1)
+            if bands / 8 <= near <= 8 * bands:
+                options["start"] = stretch(self.strategies[near].coefficients, bands)
+        found = banded_toeplitz(self.steps, bands, self.workload, normalize_columns=plainly(bands), **options)
+        assert isinstance(found.strategy, BandedToeplitz)
+        return found.strategy, found.rmse
+
+    def _best_strategy(self, bands: int) -> Strategy:
+        """The one of the least error, for the bands that are chosen."""
+        if bands <= _POLISHED_BANDS:
+            return banded_toeplitz(self.steps, bands, self.workload).strategy
+        start = self.strategies[bands].coefficients
+        return banded_toeplitz(
+            self.steps, bands, self.workload, normalize_columns=plainly(bands), tolerance=1e-9, start=start
+        ).strategy
 
     def weigh_strategy(self, strategy: Strategy, sigma: float | None) -> Candidate:
         sigma = self.sigma(strategy.bands) if sigma is None else sigma
@@ -107,11 +137,7 @@ class Setting:
 
     def finish(self, chosen: Candidate, strategy: Strategy | None, sigma: float | None) -> Plan:
         """The plan for the candidate that was chosen."""
-        if strategy is None:
-            mode = "optimized" if chosen.bands <= _POLISHED_BANDS else plainly(chosen.bands)
-            strategy = banded_toeplitz(
-                self.steps, chosen.bands, self.workload, normalize_columns=mode
-            ).strategy
+        strategy = self._best_strategy(chosen.bands) if strategy is None else strategy
         epsilon = self.epsilon
         if epsilon is None:
             events = self.events(chosen.bands)
