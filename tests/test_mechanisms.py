@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
 from bandmf import strategies, workloads
-from bandmf.error import max_squared_error, mean_squared_error, per_step_error
+from bandmf.error import (
+    _per_step_error_by_state,
+    max_squared_error,
+    mean_squared_error,
+    per_step_error,
+)
 from bandmf.participation import FixedEpochs, MinSeparation, Single
 from bandmf.sensitivities import Sensitivity, certified_sensitivity, sensitivity
 from bandmf.strategies import (
@@ -395,6 +400,16 @@ def test_the_bound_of_the_tree_itself_is_never_below_its_sensitivity(separation)
     strategy = strategies.tree_aggregation(16)
     bound = strategy.separated_bound(separation, MinSeparation(3, separation).count(16))
     check(Sensitivity(bound, False, "tree"), honaker(16)[0], MinSeparation(3, separation))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7, 8, 9, 100])
+def test_the_closed_error_of_the_online_tree_equals_the_recursion(steps):
+    strategy = strategies.tree_aggregation(steps)
+    operator = workloads.prefix(steps).operator @ strategy.inverse()
+    slow = _per_step_error_by_state(operator, steps)
+    assert_allclose(per_step_error(strategy), slow, rtol=1e-12)
+    assert mean_squared_error(strategy) == pytest.approx(np.mean(slow), rel=1e-12)
+    assert max_squared_error(strategy) == pytest.approx(np.max(slow), rel=1e-12)
 
 
 def test_the_online_tree_needs_one_buffer_for_each_height_and_any_length_is_quick():

@@ -13,7 +13,7 @@ from numpy.testing import assert_allclose
 from bandmf import error, workloads
 from bandmf.optimize import banded, banded_toeplitz, dense, horizon, parameterized
 from bandmf.optimize import certificate as certificates
-from bandmf.optimize.banded import NormalizedLoss
+from bandmf.optimize.banded import NormalizedLoss, _ProofSchedule
 from bandmf.optimize.certificate import optimality_gap
 from bandmf.optimize.objectives import parse
 from bandmf.strategies import Banded, BandedToeplitz
@@ -333,3 +333,16 @@ def test_the_family_of_everything_is_banded_itself():
         np.array(BandedToeplitz([1.0, 0.5, 0.3], 9).columns()).ravel(),
     )
     assert solution.rmse == pytest.approx(1.6626907595, abs=0.5e-10)
+
+
+def test_proofs_are_tried_when_they_are_expected_to_succeed():
+    schedule = _ProofSchedule(goal=1e-4, first=50)
+    tried = []
+    while (
+        not tried or 4.0 / tried[-1] ** 2 > 1e-4
+    ):  # a gap that falls like 1 / iteration^2: proved from 200 on
+        tried.append(schedule.next)
+        schedule.note(tried[-1], 4.0 / tried[-1] ** 2)
+    assert tried[:2] == [50, 60]
+    assert 200 <= tried[-1] <= 206
+    assert len(tried) <= 9

@@ -12,8 +12,9 @@ from numpy.testing import assert_allclose
 from scipy.optimize import minimize, minimize_scalar
 
 from bandmf import error, workloads
-from bandmf.optimize import banded_toeplitz, inverse_plus_constant
+from bandmf.optimize import banded_toeplitz, inverse_plus_constant, stretch
 from bandmf.optimize.solution import descend
+from bandmf.response import correlate, divide_series, inverse_series
 from bandmf.strategies import BandedToeplitz
 from bandmf.toeplitz_error import ToeplitzError
 from oracles import (
@@ -347,3 +348,29 @@ def test_a_watcher_sees_every_iteration_and_can_end_the_run():
     assert [iteration for iteration, _ in seen[:3]] == [1, 2, 3]
     assert losses[:3] == sorted(losses[:3], reverse=True)
     assert solution.rmse <= error.rmse(square_root(256, 8, False))
+
+
+@pytest.mark.parametrize(("extra", "size"), [(300, 200), (300, 40_000), (9_000, 5_000), (511, 8_192)])
+def test_correlation_by_fft_equals_the_direct_one(extra, size):
+    rng = np.random.default_rng(extra)
+    later, earlier = rng.normal(size=size + extra), rng.normal(size=size)
+    direct = np.correlate(later, earlier, "valid")
+    np.testing.assert_allclose(correlate(later, earlier), direct, atol=1e-11 * size)
+
+
+@pytest.mark.parametrize("workload", [workloads.prefix(3000), workloads.momentum(3000, 0.9)])
+def test_series_division_by_fft_equals_the_recursion(workload):
+    theta = 1 / np.sqrt(np.arange(1, 301))
+    numerator = workload.coefficients(3000)
+    fast = divide_series(numerator, theta, inverse_series(theta, 3000))
+    np.testing.assert_allclose(fast, divide_series(numerator, theta), rtol=1e-9, atol=1e-11)
+
+
+def test_a_search_from_a_stretched_neighbour_ends_at_the_same_strategy():
+    few = banded_toeplitz(5000, 100, normalize_columns=False).strategy
+    start = stretch(few.coefficients, 150)
+    fast = banded_toeplitz(5000, 150, normalize_columns=False, start=start, tolerance=1e-9)
+    slow = banded_toeplitz(5000, 150, normalize_columns=False)
+    assert fast.rmse == pytest.approx(slow.rmse, rel=1e-7)
+    with pytest.raises(ValueError, match=r"len\(start\)=150: must be bands=151"):
+        banded_toeplitz(5000, 151, start=start)

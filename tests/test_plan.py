@@ -47,6 +47,16 @@ def test_the_chosen_bands_are_the_best_of_all(plan):
     assert plan.rmse <= min(everything) * 1.005
 
 
+@pytest.mark.parametrize("epochs", [1, 4])
+@pytest.mark.parametrize("epsilon", [0.5, 4.0, 16.0])
+def test_the_search_finds_what_brute_force_over_all_bands_finds(epsilon, epochs):
+    setting = {"epsilon": epsilon, "delta": 1e-6, "examples": 6_400 // epochs, "batch_size": 50, "steps": 128}
+    found = bandmf.plan(**setting)
+    most = min(128, 6_400 // epochs // 50)
+    best = min(bandmf.plan(**setting, bands=bands).rmse for bands in range(1, most + 1))
+    assert best <= found.rmse <= 1.002 * best
+
+
 def test_rmse_is_noise_multiplier_times_error_and_mean_rmse_divides_by_the_batch(plan):
     assert plan.rmse == pytest.approx(plan.noise_multiplier * bandmf.rmse(plan.strategy), rel=1e-12)
     assert plan.mean_rmse == plan.rmse / 60
@@ -67,6 +77,22 @@ def test_one_band_is_dp_sgd():
     p = bandmf.plan(**SMALL, bands=1)
     assert p.noise_multiplier == accounting.noise_multiplier(8.0, 1e-6, 60 / 6_000, 400)
     np.testing.assert_array_equal(p.strategy.materialize(), np.eye(400))
+
+
+def test_full_batch_dp_sgd_is_as_many_gaussian_releases_as_steps(plan):
+    sigma = accounting.noise_multiplier(plan.epsilon, plan.delta, 1.0, plan.steps)
+    error = math.sqrt((plan.steps + 1) / 2)  # of independent noise in running sums, root mean square
+    expected = sigma * error / plan.examples / plan.mean_rmse
+    assert plan.full_batch_ratio == pytest.approx(expected, rel=1e-3)
+    assert "Full-batch DP-SGD" in plan.explain()
+
+
+def test_dp_sgd_ratio_is_that_of_a_plan_with_one_band(plan):
+    alone = bandmf.plan(
+        epsilon=plan.epsilon, delta=plan.delta, examples=plan.examples, batch_size=plan.batch_size,
+        steps=plan.steps, bands=1,
+    )  # fmt: skip
+    assert plan.dp_sgd_ratio == pytest.approx(alone.rmse / plan.rmse, rel=1e-9)
 
 
 def test_bands_times_epochs_equal_to_steps_is_k_gaussian_releases():

@@ -49,17 +49,22 @@ def strategy(columns: dict[int, FloatArray], errors: dict[str, FloatArray], titl
     return figure
 
 
-def bands(curve: list[tuple[int, float]], chosen: int, title: str) -> Figure:
-    """Error against bands, with the choice marked; curve holds (bands, error of mean gradients)."""
+def bands(curve: list[tuple[int, float]], chosen: int, names: dict[int, str], title: str) -> Figure:
+    """Error against bands, with the choice marked; curve holds (bands, error of mean gradients).
+
+    Points with `names`, by their bands, are labelled.
+    """
     figure, (axis,) = panels(1)
     axis.loglog(*zip(*curve, strict=True), marker="o", markersize=4)
     axis.plot(
         chosen, dict(curve)[chosen], "o", color=COLOURS[1], markersize=10, label=f"chosen: {chosen} bands"
     )
-    ends = {min(curve): "DP-SGD", max(curve): "no amplification"}
-    for (place, error), name in ends.items():
-        side = "left" if place == 1 else "right"
-        axis.annotate(name, (place, error), xytext=(0, 8), textcoords="offset points", ha=side, fontsize=9)
+    for place, error in curve:
+        if place in names:
+            side = "left" if place == 1 else "right"
+            axis.annotate(
+                names[place], (place, error), xytext=(0, 8), textcoords="offset points", ha=side, fontsize=9
+            )
     axis.set(xlabel="bands", ylabel="RMSE of mean gradients", title=title)
     axis.margins(y=0.15)
     axis.legend(frameon=False)

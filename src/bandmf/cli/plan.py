@@ -91,9 +91,11 @@ plan.__doc__ = f"Plan private training: the mechanism of least noise for a priva
 
 def _figure(made: Plan) -> Figure:
     curve = [(c.bands, c.rmse / made.batch_size) for c in made.candidates]
-    return plots.bands(
-        curve, made.bands, f"epsilon={made.epsilon:g}, delta={made.delta:g}, {made.steps} steps"
-    )
+    names = {1: "DP-SGD"}
+    if made.examples is not None:
+        names[min(made.steps, int(made.examples / made.batch_size))] = "no amplification"
+    title = f"epsilon={made.epsilon:g}, delta={made.delta:g}, {made.steps} steps"
+    return plots.bands(curve, made.bands, names, title)
 
 
 def _print(made: Plan) -> None:
@@ -110,6 +112,11 @@ def _print(made: Plan) -> None:
     if limit is not None:
         cost = made.rmse / limit.rmse - 1
         show.console.print(f"The memory limit costs {cost:.1%}: {limit.bands} bands would be best.")
+    if made.memory is None and made.bands > 1:
+        show.console.print(
+            f"The noise needs {made.bands - 1} times the memory of the model's gradients; give --parameters and "
+            "--memory for a plan that fits."
+        )
     show.console.print("The accountant confirms epsilon =", f"{made.spent():.6g}; see also --explain.")
 
 

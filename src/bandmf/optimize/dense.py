@@ -60,8 +60,8 @@ def dense(
     lag = np.abs(np.subtract.outer(np.arange(steps), np.arange(steps)))
     free = (lag % length > 0) & (lag < bands)
     goal = parse(objective, steps)
-    unmasked = bands == steps and epochs == 1
-    default = 1e-6 if unmasked and goal.name in ("mean", "weighted") else DEFAULT_GAP[goal.name]
+    full = bands == steps
+    default = 1e-6 if full and goal.name in ("mean", "weighted") else DEFAULT_GAP[goal.name]
     gap = _check.real("gap", default if gap is None else gap, 0)
     max_iterations = _check.whole("max_iterations", max_iterations)
     problem = Problem(workload.materialize(), free)
@@ -69,8 +69,8 @@ def dense(
 
     def smooth(goal: Objective, gap: float, max_iterations: int) -> Descent:
         nonlocal x
-        if unmasked and goal.name != "last":
-            descent = fixed_point(problem, goal, gap, max_iterations, watch)
+        if full and goal.name != "last" and x.size:
+            descent = fixed_point(problem, length, goal, gap, max_iterations, watch)
         else:
             descent = problem.minimize(goal, x, gap, max_iterations, watch)
         x = descent.x
@@ -172,33 +172,62 @@ class Problem:
 
 
 def fixed_point(
-    problem: Problem, goal: Objective, gap: float, max_iterations: int, watch: Watcher | None
+    problem: Problem, length: int, goal: Objective, gap: float, max_iterations: int, watch: Watcher | None
 ) -> Descent:
-    """Single participation, no mask: iterate on the dual variables v of the constraints X_ii <= 1.
+    """No band: iterate on the dual variables V of the constraints X_ij = 1 (i = j) or 0 (i = j mod length).
 
-    With G = A' D A and V = diag(v), the best X for given v is V^-1/2 R V^-1/2, R = (V^1/2 G V^1/2)^1/2, and
-    2 tr(R) - sum(v) is a lower bound on the error of every strategy. v <- diag(R) is a contraction whose
-    fixed point meets all constraints; each iteration is one eigendecomposition.
+    With G = A' D A, the best X for given V is V^-1/2 R V^-1/2, R = (V^1/2 G V^1/2)^1/2, and 2 tr(R) - tr(V) is
+    a lower bound on the error of every strategy. V has a block for each place in the epoch, of the steps at which
+    it comes: diagonal for a single participation. V <- blocks of R is a contraction whose fixed point meets all
+    constraints; each iteration is one eigendecomposition.
     """
     weights = goal.smooth(np.ones(len(problem.A)))[1]
     G = problem.A.T @ (weights[:, None] * problem.A)
+    blocks = Blocks(len(G), length)
     v = np.sqrt(np.diag(G) * np.mean(np.diag(G)))
+    V = blocks.of(np.diag(v))
     for iteration in range(1, max_iterations + 1):
-        s = np.sqrt(v)
-        spectrum, basis = eigh(s[:, None] * G * s)
+        spectrum, basis = eigh(blocks.sandwich(blocks.power(V, 0.5), G))
         spectrum = np.maximum(spectrum, 0)
-        lower = 2 * float(np.sum(np.sqrt(spectrum))) - float(np.sum(v))
+        lower = 2 * float(np.sum(np.sqrt(spectrum))) - float(np.trace(V, axis1=1, axis2=2).sum())
         roots = np.sqrt(
             spectrum + 1e-14 * spectrum[-1]
         )  # a singular workload (a last rate of zero) is no harm
         R = (basis * roots) @ basis.T
-        v = np.diag(R).copy()
-        norm = np.sqrt(v)  # of the columns of C V^1/2; dividing by it makes X_ii one
+        V = blocks.of(R)
         inverse = (basis / roots) @ basis.T
-        total = float(np.sum((norm[:, None] * G * norm) * inverse))
+        total = float(
+            np.sum(blocks.sandwich(blocks.power(V, 0.5), G) * inverse)
+        )  # of X, whose blocks are one
         problem.gap = math.sqrt(total / lower) - 1 if lower > 0 else math.inf
-        values = (R / np.outer(norm, norm))[problem.rows, problem.columns]
+        X = blocks.sandwich(blocks.power(V, -0.5), R)
+        values = X[problem.rows, problem.columns]
         stop = watch is not None and watch(iteration, math.log(total), values)
         if problem.gap <= gap or stop:
             return Descent(values, math.log(total), iteration, True, "fixed point reached")
     return Descent(values, math.log(total), max_iterations, False, f"gap={gap} not reached")
+
+
+class Blocks:
+    """Symmetric matrices whose only entries are at (i, j), i = j mod `length`: a stack of small matrices."""
+
+    def __init__(self, steps: int, length: int) -> None:
+        self.places = np.arange(steps).reshape(-1, length).T  # by place in the epoch, then by epoch
+
+    def of(self, matrix: FloatArray) -> FloatArray:
+        """The blocks of a full matrix."""
+        return matrix[self.places[:, :, None], self.places[:, None, :]]
+
+    def power(self, blocks: FloatArray, exponent: float) -> FloatArray:
+        """Of positive definite blocks."""
+        values, vectors = np.linalg.eigh(blocks)
+        return (vectors * values[:, None, :] ** exponent) @ vectors.swapaxes(1, 2)
+
+    def sandwich(self, blocks: FloatArray, matrix: FloatArray) -> FloatArray:
+        """B M B for the block matrix B and a symmetric M."""
+        return self._times(blocks, self._times(blocks, matrix).T)
+
+    def _times(self, blocks: FloatArray, matrix: FloatArray) -> FloatArray:
+        result = np.empty_like(matrix)
+        result[self.places] = blocks @ matrix[self.places]
+        return result

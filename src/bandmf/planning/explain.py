@@ -59,6 +59,11 @@ def _noise(plan: Plan) -> str:
     if plan.strategy.bands > 1:
         correlation = f"correlated over {plan.strategy.bands} steps, so that it cancels later"
     memory = "" if plan.memory is None else f" Its history takes {plan.memory / 1e9:.3g} GB on each device."
+    if plan.memory is None and plan.strategy.bands > 1:
+        memory = (
+            f" Its history takes {plan.strategy.bands - 1} times the memory of the model's gradients; give "
+            "parameters= and memory= for a plan that fits."
+        )
     return (
         f"Noise. Clip every example's gradient to clip_norm and sum. Add noise with scale clip_norm * "
         f"{plan.noise_scale:.6g} (noise multiplier {plan.noise_multiplier:.6g}), {correlation}. Then divide "
@@ -71,9 +76,13 @@ def _error(plan: Plan) -> str:
         f"Error. The running sums of mean gradients ({plan.workload}) carry noise of RMSE "
         f"{plan.mean_rmse:.6g} * clip_norm for each parameter."
     ]
-    by_bands = {candidate.bands: candidate for candidate in plan.candidates}
-    if plan.bands > 1 and 1 in by_bands:
-        lines.append(f"DP-SGD at the same budget has {by_bands[1].rmse / plan.rmse:.2f} times as much.")
+    if plan.bands > 1 and plan.dp_sgd_ratio is not None:
+        lines.append(f"DP-SGD at the same budget has {plan.dp_sgd_ratio:.2f} times as much.")
+    if plan.full_batch_ratio is not None and plan.examples is not None:
+        lines.append(
+            f"Full-batch DP-SGD, which takes {plan.examples / plan.batch_size:.4g} times the gradients, "
+            f"would have {plan.full_batch_ratio:.3g} times as much."
+        )
     limit = plan.best_without_memory_limit
     if limit is not None and limit.bands != plan.bands:
         lines.append(

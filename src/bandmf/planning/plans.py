@@ -96,6 +96,29 @@ class Plan:
         return self.rmse / self.batch_size
 
     @property
+    def dp_sgd_ratio(self) -> float | None:
+        """DP-SGD's error at the same budget and batch size, over the plan's; None where it was not weighed."""
+        dp_sgd = self._dp_sgd
+        return None if dp_sgd is None else dp_sgd.rmse / self.rmse
+
+    @property
+    def full_batch_ratio(self) -> float | None:
+        """Full-batch DP-SGD's error of mean gradients over the plan's, at examples / batch_size times the work.
+
+        Every step then has all examples: as many Gaussian releases as steps, with noise divided by all of them.
+        """
+        dp_sgd = self._dp_sgd
+        if dp_sgd is None or self.examples is None:
+            return None
+        one_release = accounting.noise_multiplier(self.epsilon, self.delta, 1.0, 1, adjacency=self.adjacency)
+        error = dp_sgd.rmse / dp_sgd.noise_multiplier  # of independent noise
+        return math.sqrt(self.steps) * one_release * error / self.examples / self.mean_rmse
+
+    @property
+    def _dp_sgd(self) -> Candidate | None:
+        return next((candidate for candidate in self.candidates if candidate.bands == 1), None)
+
+    @property
     def memory(self) -> float | None:
         """Bytes of noise history on each device, in float32."""
         return noise_memory(self.bands, self.parameters, self.devices)
@@ -167,7 +190,8 @@ class Plan:
         """The numbers that people look for, by name."""
         names = (
             "steps batch_size examples epochs epsilon delta adjacency bands noise_multiplier noise_scale "
-            "sampling_probability rounds rmse mean_rmse memory rule_of_thumb workload digest"
+            "sampling_probability rounds rmse mean_rmse dp_sgd_ratio full_batch_ratio memory rule_of_thumb workload "
+            "digest"
         )
         return {name: getattr(self, name) for name in names.split()}
 
