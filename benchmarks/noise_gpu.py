@@ -35,7 +35,7 @@ from bandmf.strategies import (
     tree_aggregation,
 )
 from bandmf.torch import Engine
-from bandmf.torch.operations import Field, Slice
+from bandmf.torch.operations import Slice, Vectors
 
 D = 100_000_000
 BANDS = (1, 8, 16, 32, 64, 128)
@@ -118,7 +118,7 @@ def check_far() -> dict[str, float]:
         nothing = torch.empty(0, 5000, device=DEVICE)
         run = kernels.Kernels(secret, rounds, DEVICE)
         far = run.layout(
-            Field([Slice(7, Region.span(start, start + 5000), nothing, nothing)], nothing, nothing)
+            Vectors([Slice(7, Region.span(start, start + 5000), nothing, nothing)], nothing, nothing)
         )
         run.advance(Step(((step, 1.0),), ()), far, [got], 1.0)
         expected = normals.reference(secret, step, 7, start, start + 5000, rounds)

@@ -58,7 +58,7 @@ def numpy_noise(strategy, key: Key, shapes=SHAPES, scale: float = 1.0, **options
     return noise
 
 
-def torch_noise(strategy, key: Key, shapes=SHAPES, scale: float = 1.0, **options) -> Noise:
+def torch_noise(strategy, key: Key, shapes=SHAPES, scale: float = 1.0, dtype=None, **options) -> Noise:
     import torch
 
     from bandmf.torch import Engine
@@ -66,7 +66,7 @@ def torch_noise(strategy, key: Key, shapes=SHAPES, scale: float = 1.0, **options
     engine = Engine(strategy, key, **options)
     state, noise = engine.init(shapes), []
     for _ in range(strategy.steps):
-        gradients = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        gradients = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
         state = engine.add(state, gradients, scale)
         noise.append({name: gradient.numpy() for name, gradient in gradients.items()})
     return noise

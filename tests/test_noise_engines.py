@@ -349,17 +349,101 @@ def test_identity_names_the_first_difference():
         engine.add(state, {"w": np.zeros(3, np.float32)}, 1.0)
 
 
-def test_torch_threads_share_the_work_and_leave_the_settings_alone(monkeypatch):
-    import torch
+def test_torch_noise_does_not_depend_on_the_users_threads_and_precision():
+    torch = pytest.importorskip("torch")
+    from noise_families import torch_noise
 
-    from bandmf.torch import operations
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    strategy, key, shapes = toeplitz(20, 13), Key(), {"w": (300_001,)}
+    expected = torch_noise(strategy, key, shapes)
+    try:
+        torch.set_num_threads(max(1, threads - 1))
+        torch.set_float32_matmul_precision("medium")
+        torch.set_default_dtype(torch.bfloat16)
+        settings = torch.get_num_threads(), torch.get_float32_matmul_precision()
+        engine_noise = torch_noise(strategy, key, shapes, dtype=torch.float32)
+        assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == settings
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
+    assert largest_difference(engine_noise, expected) < 2e-6
 
-    strategy, key, shapes = FAMILIES["normalized"], Key(), {"w": (300_001,)}
-    chosen, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
-    alone = ENGINES["torch"](strategy, key, shapes)
-    monkeypatch.setattr(operations.torch, "get_num_threads", lambda: 6)
-    monkeypatch.setattr(operations.torch, "set_num_threads", lambda count: None)
-    together = ENGINES["torch"](strategy, key, shapes)
-    monkeypatch.undo()
-    assert largest_difference(alone, together) < 1e-5
-    assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == (chosen, precision)
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_path_of_other_devices_gives_the_same_noise(family, monkeypatch):
+    """What runs on CUDA without Triton, here on the CPU: z drawn by torch, and no arrays of NumPy."""
+    torch = pytest.importorskip("torch")
+    from bandmf.torch import draw, operations
+    from noise_families import torch_noise
+
+    drawn = []
+
+    def source(secret, rounds):
+        drawn.append(draw.TorchSource(secret, rounds, torch.device("cpu")))
+        return drawn[-1]
+
+    monkeypatch.setattr(draw, "Source", source)
+    monkeypatch.setattr(operations, "_arrays", lambda tensor: tensor)
+    strategy, key = FAMILIES[family], Key()
+    assert largest_difference(torch_noise(strategy, key), oracle_noise(strategy, key)) < 1e-5
+    assert drawn
+
+
+def test_history_is_read_in_at_most_two_long_operations(monkeypatch):
+    torch = pytest.importorskip("torch")
+    from bandmf.torch import Engine
+
+    calls = []
+    original = torch.Tensor.addmv_
+    monkeypatch.setattr(
+        torch.Tensor, "addmv_", lambda *given: calls.append(len(given[2])) or original(*given)
+    )
+    engine = Engine(toeplitz(120, 40))
+    state, reads = engine.init({"w": (100,), "v": (3, 5)}), []
+    for _ in range(120):
+        calls.clear()
+        engine.add(state, {"w": torch.zeros(100), "v": torch.zeros(3, 5)}, 1.0)
+        assert len(calls) <= 2
+        reads.append(sum(calls))
+    assert max(reads) == engine.schedule.lookahead - 1
+
+
+def test_an_interrupted_step_is_not_taken_again_with_other_noise(monkeypatch):
+    torch = pytest.importorskip("torch")
+    from bandmf.torch import Engine, draw
+
+    engine = Engine(toeplitz(60, 40))
+    state = engine.init({"w": (100,)})
+    for _ in range(14):
+        engine.add(state, {"w": torch.zeros(100)}, 1.0)
+    saved = engine.state_dict(state)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(draw.Drawer, "white", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.add(state, {"w": torch.zeros(100)}, 1.0)
+    for refused in (
+        lambda: engine.add(state, {"w": torch.zeros(100)}, 1.0),
+        lambda: engine.state_dict(state),
+    ):
+        with pytest.raises(RuntimeError, match="step=14 was interrupted"):
+            refused()
+    again, clean = {"w": torch.zeros(100)}, {"w": torch.zeros(100)}
+    engine.add(engine.load_state_dict(state, saved), again, 1.0)
+    engine.add(engine.load_state_dict(engine.init({"w": (100,)}), saved), clean, 1.0)
+    assert torch.equal(again["w"], clean["w"])
+
+
+def test_a_gradient_whose_entries_share_memory_is_refused():
+    torch = pytest.importorskip("torch")
+    from bandmf.torch import Engine
+
+    engine = Engine(toeplitz(60, 40))
+    state = engine.init({"w": (10, 10)})
+    with pytest.raises(ValueError, match="share memory"):
+        engine.add(state, {"w": torch.zeros(10, 1).expand(10, 10)}, 1.0)
+    engine.add(state, {"w": torch.zeros(10, 10)}, 1.0)

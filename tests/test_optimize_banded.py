@@ -344,5 +344,10 @@ def test_proofs_are_tried_when_they_are_expected_to_succeed():
         tried.append(schedule.next)
         schedule.note(tried[-1], 4.0 / tried[-1] ** 2)
     assert tried[:2] == [50, 60]
+    slow = _ProofSchedule(goal=1e-9, first=50)
+    slow.note(50, 1.0)
+    slow.note(60, 1.0 - 1e-16)
+    slow.note(72, 0.999)
+    assert slow.next == 87  # a gap that hardly falls promises nothing
     assert 200 <= tried[-1] <= 206
     assert len(tried) <= 9

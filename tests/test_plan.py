@@ -147,6 +147,15 @@ def test_memory_limit_caps_the_bands_and_says_what_it_costs():
     assert "memory limit costs" in p.explain()
 
 
+def test_a_memory_limit_never_chooses_worse_than_what_was_weighed():
+    """The error is not monotone in the bands: between two minima a limit must not be filled for its own sake."""
+    setting = {"epsilon": 8.0, "delta": 1e-6, "examples": 100_000, "batch_size": 100, "steps": 2000}
+    limited = bandmf.plan(**setting, parameters=1000, memory=4 * 1000 * 600)
+    assert limited.bands <= 600
+    assert limited.rmse <= min(c.rmse for c in limited.candidates if c.bands <= 600) * (1 + 1e-9)
+    assert limited.best_without_memory_limit.bands > 600
+
+
 def test_billion_parameters_and_256_bands_on_1024_machines_take_a_gigabyte_each():
     p = bandmf.plan(
         delta=1e-8,

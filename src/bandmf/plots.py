@@ -105,13 +105,13 @@ def best_bands(epochs: list[int], epsilons: list[float], bands: list[list[int]],
 def noise_costs(curves: dict[str, list[tuple[int, float, float]]], title: str) -> Figure:
     """Time and memory of noise against bands; curves hold (bands, milliseconds, vectors), by name.
 
-    A curve of a single point, such as independent noise, has nothing to do with bands: a level line.
+    "independent noise" has nothing to do with bands: a level line.
     """
     figure, (left, right) = panels(2)
     for name, points in curves.items():
         widths, *values = zip(*points, strict=True)
         for axis, value in zip((left, right), values, strict=True):
-            if len(points) == 1:
+            if name == "independent noise":
                 axis.axhline(value[0], linestyle="--", color="#777777", label=name)
             else:
                 axis.plot(widths, value, marker="o", markersize=3.5, label=name)

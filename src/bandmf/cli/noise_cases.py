@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import resource
 import subprocess
 import sys
 import time
@@ -19,11 +20,12 @@ from typing import Any
 import numpy as np
 
 from bandmf._check import FloatArray
+from bandmf.noise.schedule import best_lookahead
 
 INDEPENDENT = "independent noise"
 BANDMF = "bandmf"
-PERIOD = 16  # steps; a multiple of them is a whole number of look-ahead periods, at these numbers of bands
 SCALE = 1e-3
+INNER = 4  # steps of the inner look-ahead on CUDA
 
 Step = Callable[[], object]
 
@@ -139,39 +141,49 @@ def run(case: str, bands: int, size: int, device: str) -> dict[str, Any]:
     command = [sys.executable, "-m", __spec__.name, case, str(bands), str(size), device]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{case}, {bands} bands: {done.stderr.strip().splitlines()[-1]}")
+        reason = done.stderr.strip().splitlines() or [f"ended with code {done.returncode}; out of memory?"]
+        raise RuntimeError(f"{case}, {bands} bands: {reason[-1]}")
     return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def whole_periods(bands: int, device: str) -> int:
+    """At least 32 steps, a whole number of the engine's look-ahead periods."""
+    period = best_lookahead(bands, INNER if device == "cuda" else None)
+    return period * -(-32 // period)
 
 
 def measure(case: str, bands: int, size: int, device: str) -> dict[str, Any]:
     """Measure one case in this process: the best of five means over whole look-ahead periods."""
+    steps = whole_periods(bands, device)
     build = CASES[case][0]
     build(bands, 4096, device)()  # load what has to be loaded, before memory is counted
     memory = _gpu_memory if device == "cuda" else _cpu_memory
     memory(True)
     before = memory(False)
     step = build(bands, size, device)
-    for _ in range(PERIOD * max(1, -(-bands // PERIOD))):  # fill the history, and end a period
+    for _ in range(steps * -(-bands // steps)):  # fill the history, and end a period
         step()
     memory(True)  # the start and the compilation may have taken more
-    times = [_mean_milliseconds(step, device) for _ in range(5)]
+    times = [_mean_milliseconds(step, steps, device) for _ in range(5)]
     peak = (memory(False) - before) / (4 * size)
     return {"what": case, "bands": bands, "milliseconds": min(times), "peak_vectors": peak}
 
 
-def _mean_milliseconds(step: Step, device: str) -> float:
+def _mean_milliseconds(step: Step, steps: int, device: str) -> float:
     begin = time.perf_counter()
-    for _ in range(2 * PERIOD):
+    for _ in range(steps):
         step()
     if device == "cuda":
         import torch
 
         torch.cuda.synchronize()
-    return (time.perf_counter() - begin) / (2 * PERIOD) * 1e3
+    return (time.perf_counter() - begin) / steps * 1e3
 
 
 def _cpu_memory(forget: bool) -> int:
-    """The most memory this process has held since it was told to forget, in bytes (Linux)."""
+    """The most memory this process has held since it was told to forget, in bytes; only Linux can forget."""
+    if not Path("/proc/self/clear_refs").exists():
+        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if forget:
         Path("/proc/self/clear_refs").write_text("5")
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -92,8 +92,8 @@ plan.__doc__ = f"Plan private training: the mechanism of least noise for a priva
 def _figure(made: Plan) -> Figure:
     curve = [(c.bands, c.rmse / made.batch_size) for c in made.candidates]
     names = {1: "DP-SGD"}
-    if made.examples is not None:
-        names[min(made.steps, int(made.examples / made.batch_size))] = "no amplification"
+    if made.examples is not None and made.examples / made.batch_size <= made.steps:
+        names[int(made.examples / made.batch_size)] = "no amplification"
     title = f"epsilon={made.epsilon:g}, delta={made.delta:g}, {made.steps} steps"
     return plots.bands(curve, made.bands, names, title)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib.util
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from bandmf import datasets, plots
+from bandmf import _check, datasets, plots
 from bandmf.cli import show
 from bandmf.planning import Plan
 from bandmf.planning import plan as make_plan
@@ -21,9 +21,22 @@ if TYPE_CHECKING:
     from bandmf.torch.demo import History
 
 _EXAMPLE = "Example: bandmf train --epsilon 8 --epochs 4 --plot train.png"
-_RATES = (0.0625, 0.125, 0.25, 0.5)
-# What the demo does with the data it can have: a setting in which it takes a minute or two on two cores.
-_DEFAULTS = {"digits": (16.0, 2.0, 5, 1e-4), "Fashion-MNIST": (256.0, 1.0, 1, 1e-5)}
+
+
+class Usual(NamedTuple):
+    """What the demo does with the data it can have: a setting that takes a minute or two on two cores."""
+
+    batch_size: float
+    epochs: float
+    seeds: int
+    delta: float
+    rates: str
+
+
+_USUAL = {
+    "digits": Usual(16, 2, 5, 1e-4, "0.0625,0.125,0.25,0.5"),
+    "Fashion-MNIST": Usual(256, 0.5, 3, 1e-5, "0.25,0.5,1"),
+}
 
 
 def train(
@@ -34,10 +47,13 @@ def train(
     batch_size: Annotated[float | None, typer.Option(help="Expected batch size.")] = None,
     epochs: Annotated[float | None, typer.Option(help="Passes over the data.")] = None,
     clip_norm: Annotated[float, typer.Option(help="Clip norm of each example's gradient.")] = 1.0,
-    seeds: Annotated[int | None, typer.Option(help="Runs with different first weights.")] = None,
+    seeds: Annotated[
+        int | None, typer.Option(help="Runs of each mechanism, with different first weights.")
+    ] = None,
     learning_rates: Annotated[
-        str, typer.Option(help="Tried for both mechanisms alike; the best of each counts.")
-    ] = ",".join(map(str, _RATES)),
+        str | None,
+        typer.Option(help="Tried for both mechanisms alike, in a run each; the best of each counts."),
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw accuracy against step.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -46,53 +62,54 @@ def train(
             raise ValueError(f"{package} is missing: training needs it; pip install 'bandmf[torch]'")
     with show.status("loading images"):
         images = datasets.load(dataset, data)
-    usual_batch, usual_epochs, usual_seeds, usual_delta = _DEFAULTS[images.name]
+    usual = _USUAL[images.name]
+    seeds = _check.whole("seeds", usual.seeds if seeds is None else seeds)
     setting: dict[str, Any] = {
         "epsilon": epsilon,
-        "delta": usual_delta if delta is None else delta,
+        "delta": usual.delta if delta is None else delta,
         "examples": len(images.train),
-        "batch_size": usual_batch if batch_size is None else batch_size,
-        "epochs": usual_epochs if epochs is None else epochs,
+        "batch_size": usual.batch_size if batch_size is None else batch_size,
+        "epochs": usual.epochs if epochs is None else epochs,
     }
-    rates = [float(rate) for rate in learning_rates.split(",")]
+    rates = [float(rate) for rate in (learning_rates or usual.rates).split(",")]
     with show.status("planning"):
         plans = {"DP-SGD": make_plan(**setting, bands=1), "BandMF": make_plan(**setting)}
-    results = {}
-    for name, plan in plans.items():
-        results[name] = _grid(images, plan, name, rates, usual_seeds if seeds is None else seeds, clip_norm)
-    best = {name: max(runs, key=lambda rate: _mean(runs[rate])) for name, runs in results.items()}
+    results = {
+        name: _tune_and_run(images, plan, name, rates, seeds, clip_norm) for name, plan in plans.items()
+    }
     if plot is not None:
-        curves = {name: [(h.steps, h.accuracies) for h in results[name][best[name]]] for name in results}
+        curves = {name: [(h.steps, h.accuracies) for h in runs] for name, (_, runs) in results.items()}
         title = f"{images.name}, epsilon={epsilon:g}, delta={setting['delta']:g}"
         plots.save(plots.accuracy(curves, title), plot)
-    _report(plans, results, best, images.name, json)
+    _report(plans, results, images.name, json)
 
 
 train.__doc__ = f"Train DP-SGD and BandMF on real images at the same privacy budget.\n\n{_EXAMPLE}"
 
 
-def _grid(
+def _tune_and_run(
     images: datasets.Images, plan: Plan, name: str, rates: list[float], seeds: int, clip_norm: float
-) -> dict[float, list[History]]:
-    """Every learning rate with every seed."""
+) -> tuple[float, list[History]]:
+    """The learning rate that is best in a run of its own, and runs with it from other first weights."""
     from bandmf.torch import demo
 
     spent = Spent(plan)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    results: dict[float, list[History]] = {rate: [] for rate in rates}
     with Progress(*columns, console=show.messages, transient=True) as progress:
-        task = progress.add_task(name, total=len(rates) * seeds * plan.steps)
-        for rate in rates:
-            for seed in range(seeds):
-                began = time.monotonic()
+        task = progress.add_task(name, total=(len(rates) + seeds) * plan.steps)
 
-                def listen(step: int, loss: float, accuracy: float | None, began: float = began) -> None:
-                    speed = step / (time.monotonic() - began)
-                    text = f"{name} step {step} loss {loss:.3f} epsilon {spent.at(step)} {speed:.0f} steps/s"
-                    progress.update(task, advance=1, description=text)
+        def run(rate: float, seed: int) -> History:
+            began = time.monotonic()
 
-                results[rate].append(demo.train(images, plan, rate, seed, clip_norm=clip_norm, listen=listen))
-    return results
+            def listen(step: int, loss: float, accuracy: float | None) -> None:
+                speed = step / (time.monotonic() - began)
+                text = f"{name} step {step} loss {loss:.3f} epsilon {spent.at(step)} {speed:.0f} steps/s"
+                progress.update(task, advance=1, description=text)
+
+            return demo.train(images, plan, rate, seed, clip_norm=clip_norm, listen=listen)
+
+        best = max(rates, key=lambda rate: run(rate, 0).final)
+        return best, [run(best, seed) for seed in range(1, seeds + 1)]
 
 
 class Spent:
@@ -110,28 +127,24 @@ class Spent:
         return self.known[mark]
 
 
-def _mean(runs: list[History]) -> float:
-    return float(np.mean([run.final for run in runs]))
-
-
 def _report(
     plans: dict[str, Plan],
-    results: dict[str, dict[float, list[History]]],
-    best: dict[str, float],
+    results: dict[str, tuple[float, list[History]]],
     data: str,
     as_json: bool,
 ) -> None:
     rows = []
     for name, plan in plans.items():
-        finals = [run.final for run in results[name][best[name]]]
+        rate, runs = results[name]
+        finals = [run.final for run in runs]
         rows.append(
             {
                 "mechanism": name,
                 "bands": plan.bands,
                 "sigma": round(plan.noise_multiplier, 4),
                 "RMSE": round(plan.mean_rmse, 4),
-                "rate": best[name],
-                "accuracy": round(_mean(results[name][best[name]]), 4),
+                "rate": rate,
+                "accuracy": round(float(np.mean(finals)), 4),
                 "lowest": round(min(finals), 4),
                 "highest": round(max(finals), 4),
             }

@@ -66,7 +66,7 @@ class Source:
     True
     """
 
-    CHUNK = 32 * GROUP  # scratch of 1.4 MB, about the second level of cache
+    CHUNK = 32 * GROUP  # scratch of 1 MB, about the second level of cache
 
     def __init__(self, secret: bytes, rounds: int = 20) -> None:
         self._keystream = chacha.Keystream(secret, rounds)

@@ -127,7 +127,9 @@ class _ProofSchedule:
         earlier, wider = self._last
         if 0 < self._goal < gap < wider < math.inf:
             power = math.log(wider / gap) / math.log(iteration / earlier)
-            expected = min(expected, (gap / self._goal) ** (1 / power))
+            missing = math.log(gap / self._goal)
+            if missing < power * math.log(expected):
+                expected = math.exp(missing / power)
         self.next = max(iteration + 5, math.ceil(iteration * max(1.02, expected)))
         self._last = iteration, gap
 

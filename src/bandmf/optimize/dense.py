@@ -128,7 +128,7 @@ class Problem:
         # The certificate of certificate.py costs nothing here: S and X are at hand.
         slack = 2 * float(np.sum(np.maximum(slopes * (1 - values), -slopes * (1 + values))))
         lower = (float(weights @ errors) - slack) / weights.sum()
-        self.gap = math.sqrt(goal.value(errors) / lower) - 1 if lower > 0 else math.inf
+        self.gap = max(0.0, math.sqrt(goal.value(errors) / lower) - 1) if lower > 0 else math.inf
         return math.log(total), -2 * slopes / total
 
     def gram_values(self, columns: FloatArray) -> FloatArray:
@@ -177,9 +177,9 @@ def fixed_point(
     """No band: iterate on the dual variables V of the constraints X_ij = 1 (i = j) or 0 (i = j mod length).
 
     With G = A' D A, the best X for given V is V^-1/2 R V^-1/2, R = (V^1/2 G V^1/2)^1/2, and 2 tr(R) - tr(V) is
-    a lower bound on the error of every strategy. V has a block for each place in the epoch, of the steps at which
-    it comes: diagonal for a single participation. V <- blocks of R is a contraction whose fixed point meets all
-    constraints; each iteration is one eigendecomposition.
+    a lower bound on the error of every strategy with these zeros. V has a block for each place in the epoch, of the
+    steps at which it comes: diagonal for a single participation. V <- blocks of R is a contraction whose fixed point
+    meets all constraints; each iteration is one eigendecomposition.
     """
     weights = goal.smooth(np.ones(len(problem.A)))[1]
     G = problem.A.T @ (weights[:, None] * problem.A)
@@ -204,7 +204,8 @@ def fixed_point(
         values = X[problem.rows, problem.columns]
         stop = watch is not None and watch(iteration, math.log(total), values)
         if problem.gap <= gap or stop:
-            return Descent(values, math.log(total), iteration, True, "fixed point reached")
+            message = "fixed point reached" if problem.gap <= gap else "stopped as asked"
+            return Descent(values, math.log(total), iteration, True, message)
     return Descent(values, math.log(total), max_iterations, False, f"gap={gap} not reached")
 
 

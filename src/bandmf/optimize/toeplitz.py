@@ -102,6 +102,8 @@ def _checked_start(start: FloatArray | None, bands: int) -> FloatArray:
     if start is None:
         return square_root_coefficients(bands)
     start = _check.array("start", start, 1)
+    if not start[0] > 0:
+        raise _check.fail("start[0]", float(start[0]), "must be above 0")
     if len(start) != bands:
         raise _check.fail("len(start)", len(start), f"must be bands={bands}", "use optimize.stretch")
     return start

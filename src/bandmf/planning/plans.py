@@ -116,6 +116,8 @@ class Plan:
 
     @property
     def _dp_sgd(self) -> Candidate | None:
+        if not self.amplified:
+            return None
         return next((candidate for candidate in self.candidates if candidate.bands == 1), None)
 
     @property

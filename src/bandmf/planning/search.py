@@ -2,7 +2,8 @@
 
 For b bands the noise multiplier is that of ceil(n / b) Poisson-sampled rounds with probability b B / N, and
 the error that of the best column-normalised banded Toeplitz strategy. Few bands mean strong amplification,
-many bands good cancellation; the product has one minimum, found by walking in octaves and refining.
+many bands good cancellation; the product falls to a minimum, found by walking in octaves and refining, and rises
+again, but may fall once more towards the end, where sampling no longer counts: the end is weighed as well.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from bandmf.strategies import Strategy
 from bandmf.workloads import Workload
 
 _LAST_WEIGHED = 1 << 20  # bands; more are only weighed where the search leads there
-_EVERY_STEP_COUNTS = 256  # bands
+_QUICKLY_WEIGHED = 256  # bands; among so few the search looks closer
 _NEAR_ENOUGH = 0.1  # of the best bands, relatively: the error changes by a few ten-thousandths
 
 
@@ -85,7 +86,7 @@ def _search(setting: Setting) -> Candidate:
     best = _walk(setting, _snap(2 ** round(math.log2(max(1.0, guess))), setting), 2)
     while (lowest := _lowest_of_parabola(setting, best)) not in setting.weighed:
         best = min(best, lowest, key=lambda bands: setting.weigh(bands).rmse)
-    if best <= _EVERY_STEP_COUNTS:  # where the number of rounds, a whole one, changes in leaps
+    if best <= _QUICKLY_WEIGHED:
         best = _walk(setting, best, 2**0.125)
     for end in (1, most):  # DP-SGD and the unamplified end, for comparison
         if end <= _LAST_WEIGHED:
@@ -94,7 +95,9 @@ def _search(setting: Setting) -> Candidate:
     if (cap := setting.memory_bands) >= best:
         return setting.weighed[best]
     setting.best_without_limit = setting.weighed[best]
-    return setting.weigh(cap)  # the error falls up to the best: as many bands as fit
+    setting.weigh(_snap(cap, setting))
+    fitting = [candidate for candidate in setting.weighed.values() if candidate.bands <= cap]
+    return min(fitting, key=lambda candidate: candidate.rmse)
 
 
 def _lowest_of_parabola(setting: Setting, best: int) -> int:

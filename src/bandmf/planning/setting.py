@@ -92,7 +92,7 @@ class Setting:
         """One of nearly the least error, with that error, which is exact.
 
         Where it would take seconds, the search for it begins at a neighbour that has been weighed, follows the
-        response for eight times the bands only, and ends early: a hundred-thousandth from the least error.
+        response for eight times the bands only, and ends early: a few hundred-thousandths from the least error.
         """
         options: dict[str, Any] = {}
         if bands > _POLISHED_BANDS:

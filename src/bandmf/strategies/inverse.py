@@ -2,9 +2,9 @@
 
     y_i = sum_{t < p} r_t z_{i-t},        C(x) = 1 / r(x)
 
-    BISR, banded inverse square root (Kalinin, McMahan, Lampert 2025):  the first p coefficients of
+    BISR, banded inverse square root (Kalinin, McKenna, Upadhyay, Lampert 2025):  the first p coefficients of
         (1 - x)^(1/2) = 1 - x/2 - x^2/8 - x^3/16 - 5 x^4/128 - ...
-    lambda-CGD (Kalinin et al. 2026):  r = (1, -lambda)
+    lambda-CGD (Kalinin, McKenna, Pagh, Lampert 2026):  r = (1, -lambda)
 
 Nothing is stored between steps: the past z are drawn again from the key. C itself is full.
 """

@@ -12,10 +12,13 @@ coefficients fall from 1 towards 0, hence BandedToeplitz; FHU and LTI have as ma
 from __future__ import annotations
 
 import numpy as np
+from scipy.signal import fftconvolve
 
 from bandmf import _check
 from bandmf._check import FloatArray
 from bandmf.strategies.toeplitz import BandedToeplitz
+
+_DIRECT = 4096  # coefficients whose product is computed directly, exact to the last digit
 
 
 def square_root(steps: int, normalize_columns: bool = False) -> BandedToeplitz:
@@ -51,7 +54,11 @@ def banded_square_root(
     beta = _check.real("momentum", momentum, 0, 1, open_high=True)
     alpha = 1 - _check.real("weight_decay", weight_decay, 0, 1, open_high=True)
     root, powers = square_root_coefficients(bands), np.arange(bands)
-    series = np.convolve(root * alpha**powers, root * beta**powers)[:bands]
+    with np.errstate(under="ignore"):
+        series = root * alpha**powers
+        if beta:
+            convolve = np.convolve if bands <= _DIRECT else fftconvolve
+            series = convolve(series, root * beta**powers)[:bands]
     return BandedToeplitz(series, steps, normalize_columns)
 
 

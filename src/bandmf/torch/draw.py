@@ -53,7 +53,7 @@ class Drawer:
             for first, last in chunks(int(run[0]) * GROUP, (int(run[-1]) + 1) * GROUP, self.chunk):
                 parts.append(self._source.chunk(step, tensor, first, last) + 0)
         positions = place * GROUP + coordinates % GROUP
-        if self._device.type == "cpu":
+        if isinstance(parts[0], np.ndarray):
             return np.concatenate(parts)[positions]
         return torch.cat(parts)[torch.from_numpy(positions).to(self._device)]
 

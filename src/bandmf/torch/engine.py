@@ -13,10 +13,10 @@ import torch.distributed as dist
 from bandmf import _check
 from bandmf.noise import state as checks
 from bandmf.noise.key import Key
-from bandmf.noise.schedule import Schedule
+from bandmf.noise.schedule import Schedule, Step
 from bandmf.strategies.base import Strategy
 from bandmf.torch import shards
-from bandmf.torch.operations import Field, Operations, Slice
+from bandmf.torch.operations import Operations, Slice, Vectors
 from bandmf.torch.shards import Part
 
 INNER = 4  # steps of the inner look-ahead: the Triton kernel has this many accumulators
@@ -26,28 +26,29 @@ Place = tuple[str, torch.device]  # what runs the steps, "triton" or "torch", an
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class Placed:
     """The tensors of one place."""
 
     names: tuple[str, ...]
-    field: Field
-    layout: Any  # the field, as the place's executor wants it
+    vectors: Vectors
+    layout: Any  # the vectors, as the place's executor wants them
 
 
 @dataclass
 class State:
     """The state of a run on this rank: the history of its own part of every tensor.
 
-    `history` and `prepared` are views, tensor by tensor, of the matrices of the groups.
+    `history` and `prepared` are views, tensor by tensor, of the matrices in `placed`.
     """
 
     identity: checks.Identity
     parts: dict[str, Part]
-    groups: dict[Place, Group] = field(default_factory=dict)
+    placed: dict[Place, Placed] = field(default_factory=dict)
     history: dict[str, torch.Tensor] = field(default_factory=dict)
     prepared: dict[str, torch.Tensor] = field(default_factory=dict)
     step: int = 0
     refreshed: int = -1  # `prepared` holds all that was made before this step
+    unfinished: bool = False  # a step began to write and did not end
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
 
 
@@ -109,17 +110,16 @@ class Engine:
     def _allocate(self, state: State, place: Place, parts: dict[str, Part]) -> None:
         sizes = {name: part.region.size for name, part in parts.items()}
         ahead = self.schedule.vectors - self.schedule.slots
-        history = torch.zeros(self.schedule.slots, _total(sizes), device=place[1])
-        prepared = torch.zeros(ahead, _total(sizes), device=place[1])
+        history = torch.zeros(self.schedule.slots, _total(sizes), dtype=torch.float32, device=place[1])
+        prepared = torch.zeros(ahead, _total(sizes), dtype=torch.float32, device=place[1])
         state.history |= _views(history, sizes)
         state.prepared |= _views(prepared, sizes)
         slices = [
             Slice(state.identity.tensors[name], part.region, state.history[name], state.prepared[name])
             for name, part in parts.items()
         ]
-        all_of_them = Field(slices, history, prepared)
-        layout = self._executor(place).layout(all_of_them)
-        state.groups[place] = Group(tuple(parts), all_of_them, layout)
+        vectors = Vectors(slices, history, prepared)
+        state.placed[place] = Placed(tuple(parts), vectors, self._executor(place).layout(vectors))
 
     @torch.no_grad()
     def add(self, state: State, gradients: Mapping[str, torch.Tensor], scale: float) -> State:
@@ -128,21 +128,23 @@ class Engine:
         scale = _check.real("scale", scale, 0)
         self._prepare(state)
         step = self.schedule.step(state.step, state.refreshed)
-        given = {name: shards.local(gradients[name]) for name in state.parts}
-        contiguous = {
-            name: tensor.contiguous() for name, tensor in given.items()
-        }  # itself, unless it has gaps
-        for place, group in state.groups.items():
-            flat = [state.parts[name].flat(contiguous[name]) for name in group.names]
-            self._executor(place).advance(step, group.layout, flat, scale)
-        for name, gradient in given.items():
-            if contiguous[name] is not gradient:
-                gradient.copy_(contiguous[name])
-            state.dtypes[name] = gradient.dtype
+        state.unfinished = True
+        self._advance(state, step, {name: shards.local(gradients[name]) for name in state.parts}, scale)
         if step.forward:
             state.refreshed = state.step
         state.step += 1
+        state.unfinished = False
         return state
+
+    def _advance(self, state: State, step: Step, gradients: dict[str, torch.Tensor], scale: float) -> None:
+        contiguous = {name: tensor.contiguous() for name, tensor in gradients.items()}  # itself where it is
+        for place, placed in state.placed.items():
+            flat = [state.parts[name].flat(contiguous[name]) for name in placed.names]
+            self._executor(place).advance(step, placed.layout, flat, scale)
+        for name, gradient in gradients.items():
+            if contiguous[name] is not gradient:
+                gradient.copy_(contiguous[name])
+            state.dtypes[name] = gradient.dtype
 
     def _prepare(self, state: State) -> None:
         """The look-ahead pass, if the step that comes needs a new one."""
@@ -150,8 +152,8 @@ class Engine:
         if self.schedule.lookahead == 1 or state.refreshed >= base:
             return
         matrix = self.schedule.pass_matrix(base)
-        for place, group in state.groups.items():
-            self._executor(place).prepare(matrix, group.field.history, group.field.prepared)
+        for place, placed in state.placed.items():
+            self._executor(place).prepare(matrix, placed.vectors.history, placed.vectors.prepared)
         state.refreshed = base
 
     def _place(self, part: Part) -> Place:
@@ -174,6 +176,7 @@ class Engine:
 
     def _check(self, state: State, gradients: Mapping[str, torch.Tensor]) -> None:
         self._identity.expect(state.identity)
+        _refuse_unfinished(state)
         checks.check_step(state.step, self.schedule.steps)
         checks.check_names(state.parts, gradients)
         for name, part in state.parts.items():
@@ -181,6 +184,11 @@ class Engine:
             if not isinstance(gradient, torch.Tensor):
                 raise ValueError(f"gradients[{name!r}]: must be a tensor, not {type(gradient).__name__}")
             gradient = shards.local(gradient)
+            if any(
+                extent > 1 and stride == 0
+                for extent, stride in zip(gradient.shape, gradient.stride(), strict=True)
+            ):
+                raise ValueError(f"gradients[{name!r}]: its entries share memory; give .clone() of it")
             checks.check_gradient(
                 name, gradient.shape, part.shape, gradient.dtype, state.dtypes.get(name), DTYPES
             )
@@ -211,6 +219,7 @@ class Engine:
         Parts of sharded tensors are DTensors, for torch.distributed.checkpoint. With `copy=False` the
         tensors share the state's memory: save them before the next step, or load into them in place.
         """
+        _refuse_unfinished(state)
         history = {}
         for name, part in state.parts.items():
             vectors = part.global_view(state.history[name])
@@ -228,8 +237,16 @@ class Engine:
         loaded = {name: _local_history(name, state, saved["history"][name]) for name in state.parts}
         for name, vectors in loaded.items():
             state.history[name].copy_(vectors)
-        state.step, state.refreshed = step, -1
+        state.step, state.refreshed, state.unfinished = step, -1, False
         return state
+
+
+def _refuse_unfinished(state: State) -> None:
+    """A step that was interrupted has changed part of the history: to take it again would give other noise."""
+    if state.unfinished:
+        raise RuntimeError(
+            f"step={state.step} was interrupted while it wrote; load the last checkpoint with load_state_dict"
+        )
 
 
 def _padded(size: int) -> int:

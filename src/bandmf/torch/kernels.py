@@ -19,7 +19,7 @@ import triton.language as tl
 from bandmf.noise.normals import GROUP
 from bandmf.noise.schedule import MAX_LOOKAHEAD, Step
 from bandmf.torch import words
-from bandmf.torch.operations import Field, Slice
+from bandmf.torch.operations import Slice, Vectors
 
 GROUPS = 1  # groups per program of the step kernel: 64 lanes of ChaCha
 STEP_WARPS = 2  # so one lane for each thread
@@ -37,9 +37,9 @@ class Kernels:
         self._key = words.key_words(secret, device)
         self._uploaded: tuple[Step, torch.Tensor] | None = None
 
-    def layout(self, field: Field) -> Layout:
+    def layout(self, vectors: Vectors) -> Layout:
         """The tensors of a run, as `advance` takes them."""
-        return Layout(field.slices)
+        return Layout(vectors.slices)
 
     def advance(self, step: Step, layout: Layout, gradients: list[torch.Tensor], scale: float) -> None:
         """Take one step for all slices: one launch for each large one, and one for all others of a dtype."""
@@ -71,7 +71,10 @@ class Kernels:
         self, step: Step, layout: Layout, members: list[int], gradients: list[torch.Tensor], scale: float
     ) -> None:
         rows, owners = layout.joint(tuple(members), self._upload)
+        chosen = [layout.slices[k] for k in members]
         rows[:, 0] = [gradient.data_ptr() for gradient in gradients]
+        rows[:, 1] = [one.history.data_ptr() for one in chosen]
+        rows[:, 2] = [one.prepared.data_ptr() for one in chosen]
         aligned = not (np.any(rows[:, 0] % 16) or np.any(rows[:, 4] % 16))
         with self._on_device():
             joint_step_kernel[(len(owners),)](
@@ -79,7 +82,7 @@ class Kernels:
                 owners,
                 gradients[0],
                 step.prepared or 0,
-                *self._numbers(step, layout.slices[members[0]], scale),
+                *self._numbers(step, chosen[0], scale),
                 ALIGNED=aligned,
                 **self._switches(step),
             )
@@ -171,18 +174,18 @@ class Layout:
     def joint(
         self, members: tuple[int, ...], upload: Callable[[np.ndarray], torch.Tensor]
     ) -> tuple[np.ndarray, torch.Tensor]:
-        """A row for each of these slices, as joint_step_kernel reads it; and the row of each program."""
+        """A row for each of these slices, as joint_step_kernel reads it, but for the addresses; and the row of each
+        program."""
         if members not in self._kept:
             chosen = [self.slices[k] for k in members]
             counts = [triton.cdiv(one.last_group - one.first_group, GROUPS) for one in chosen]
             before = np.cumsum(counts) - counts
             rows = [
-                (0, one.history.data_ptr(), one.prepared.data_ptr(), one.region.size, one.region.start % GROUP,
-                 one.first_group, one.tensor, first)
+                (0, 0, 0, one.region.size, one.region.start % GROUP, one.first_group, one.tensor, first)
                 for one, first in zip(chosen, before, strict=True)
-            ]  # fmt: skip
+            ]
             owners = upload(np.repeat(np.arange(len(chosen), dtype=np.int32), counts))
-            self._kept = {members: (np.array(rows, np.int64), owners)}
+            self._kept[members] = np.array(rows, np.int64), owners
         return self._kept[members]
 
 

@@ -24,7 +24,7 @@ from bandmf.torch.draw import Drawer
 
 @dataclass(frozen=True)
 class Slice:
-    """This rank's part of one tensor: the coordinates in `region`, and their columns of the field's matrices."""
+    """This rank's part of one tensor: the coordinates in `region`, and their columns of the two matrices."""
 
     tensor: int
     region: Region
@@ -42,7 +42,7 @@ class Slice:
 
 
 @dataclass(frozen=True, eq=False)
-class Field:
+class Vectors:
     """All slices of one place, side by side in two matrices, so that one pass, or one launch, serves them all."""
 
     slices: list[Slice]
@@ -57,15 +57,16 @@ class Operations:
         self._device = device
         self._drawer = Drawer(secret, rounds, device)
 
-    def layout(self, field: Field) -> Field:
+    def layout(self, vectors: Vectors) -> Vectors:
         """The tensors of a run, as `advance` takes them."""
-        return field
+        return vectors
 
-    def advance(self, step: Step, field: Field, gradients: list[torch.Tensor], scale: float) -> None:
+    def advance(self, step: Step, layout: Vectors, gradients: list[torch.Tensor], scale: float) -> None:
         """Take one step for all slices, whose flat gradients are given in the same order."""
         if step.prepared is not None:
-            _read_ahead(step, field.history, field.prepared)
-        for one, gradient in zip(field.slices, gradients, strict=True):
+            with _full_precision():
+                _read_ahead(step, layout.history, layout.prepared)
+        for one, gradient in zip(layout.slices, gradients, strict=True):
             self._advance(step, one, gradient, scale)
 
     def _advance(self, step: Step, one: Slice, gradient: torch.Tensor, scale: float) -> None:
@@ -84,7 +85,8 @@ class Operations:
                 history[slot, begin:end] += y
             y *= scale
             # Added in float32 or better, and rounded once.
-            target[begin:end] += y if type(y) is type(target) else torch.from_numpy(y)
+            both_numpy = isinstance(target, np.ndarray) or not isinstance(y, np.ndarray)
+            target[begin:end] += y if both_numpy else torch.from_numpy(y)
 
     def _cut(self, region: Region) -> Iterator[tuple[int, int]]:
         """Positions in a region, cut so that no group is drawn twice."""
@@ -109,15 +111,18 @@ class Operations:
 def _read_ahead(step: Step, history: torch.Tensor, prepared: torch.Tensor) -> None:
     """Add what this step reads to its prepared sum, which nothing else needs any more, and to the next ones."""
     assert step.prepared is not None
-    slots = [slot for slot, _ in step.reads]
-    all_weights = torch.tensor([[weight for _, weight in step.reads], *step.forward], device=history.device)
-    first = 0
-    for last in range(1, len(slots) + 1):
-        if last == len(slots) or slots[last] != slots[last - 1] + 1:
-            past = history[slots[first] : slots[last - 1] + 1].T  # neighbours, as there are at most two runs
-            for row, weights in enumerate(all_weights[:, first:last], start=step.prepared):
-                prepared[row].addmv_(past, weights)
-            first = last
+    order = sorted(range(len(step.reads)), key=lambda k: step.reads[k][0])
+    all_weights = [[weight for _, weight in step.reads], *step.forward]
+    slots = np.array([step.reads[k][0] for k in order])
+    for run in np.split(np.arange(len(order)), np.flatnonzero(np.diff(slots) != 1) + 1):
+        if not len(run):
+            continue  # the first step after a pass reads nothing
+        past = history[slots[run[0]] : slots[run[-1]] + 1].T  # of neighbours: the ring is cut at most once
+        for row, weights in enumerate(all_weights, start=step.prepared):
+            chosen = torch.tensor(
+                [weights[order[k]] for k in run], dtype=torch.float32, device=history.device
+            )
+            prepared[row].addmv_(past, chosen)
 
 
 def _arrays(tensor: torch.Tensor) -> Any:
