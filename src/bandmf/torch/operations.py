@@ -102,10 +102,7 @@ class Operations:
 
     def all_finite(self, gradient: torch.Tensor) -> torch.Tensor:
         """Whether every entry is; min and max pass NaN on, and need no memory of the gradient's size."""
-        values = _arrays(gradient)
-        return torch.isfinite(
-            torch.stack([torch.as_tensor(values.min()), torch.as_tensor(values.max())])
-        ).all()
+        return torch.isfinite(torch.stack(torch.aminmax(gradient))).all()
 
 
 def _read_ahead(step: Step, history: torch.Tensor, prepared: torch.Tensor) -> None:
