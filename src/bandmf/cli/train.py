@@ -35,7 +35,7 @@ class Usual(NamedTuple):
 
 _USUAL = {
     "digits": Usual(16, 2, 5, 1e-4, "0.0625,0.125,0.25,0.5"),
-    "Fashion-MNIST": Usual(256, 0.5, 3, 1e-5, "0.25,0.5,1"),
+    "Fashion-MNIST": Usual(256, 0.75, 3, 1e-5, "0.5,1"),
 }
 
 
@@ -156,7 +156,7 @@ def _report(
     title = (
         f"{data}: {plan.steps} steps of {plan.batch_size:g}, epsilon={plan.epsilon:g}, delta={plan.delta:g}"
     )
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2))
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
     for column in rows[0]:
         table.add_column(column, justify="left" if column == "mechanism" else "right")
     for row in rows:

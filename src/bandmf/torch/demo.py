@@ -13,13 +13,14 @@ from bandmf.datasets import Images
 from bandmf.planning import Plan
 from bandmf.torch.private import make_private
 
+GLANCE = 2000  # test images for the accuracy along the way; at the end all of them are judged
 # (step, loss of the batch, accuracy on the test images or None)
 Listener = Callable[[int, float, float | None], None]
 
 
 @dataclass(frozen=True)
 class History:
-    """Test accuracy after some of the steps."""
+    """Test accuracy after some of the steps: on some of the images, and after the last on all."""
 
     steps: tuple[int, ...]
     accuracies: tuple[float, ...]
@@ -78,7 +79,7 @@ def train(
             private.optimizer.step()
             accuracy = None
             if private.step in measure:
-                accuracy = _accuracy(private.model, images)
+                accuracy = _accuracy(private.model, images, None if private.finished else GLANCE)
                 steps.append(private.step)
                 accuracies.append(accuracy)
             if listen is not None:
@@ -91,12 +92,14 @@ def _pixels(images: np.ndarray) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _accuracy(model: nn.Module, images: Images) -> float:
+def _accuracy(model: nn.Module, images: Images, count: int | None) -> float:
+    """On the first so many test images, or on all."""
     model.eval()
     device = next(model.parameters()).device
+    test, labels = images.test[:count], torch.from_numpy(images.test_labels[:count])
     right = 0
-    for start in range(0, len(images.test), 1000):
-        guesses = model(_pixels(images.test[start : start + 1000]).to(device)).argmax(1).cpu()
-        right += int((guesses == torch.from_numpy(images.test_labels[start : start + 1000])).sum())
+    for start in range(0, len(test), 1000):
+        guesses = model(_pixels(test[start : start + 1000]).to(device)).argmax(1).cpu()
+        right += int((guesses == labels[start : start + 1000]).sum())
     model.train()
-    return right / len(images.test)
+    return right / len(test)
