@@ -17,9 +17,10 @@ import math
 
 import numpy as np
 from scipy.linalg import solve_banded
+from scipy.linalg.lapack import dtrtri
 
 from bandmf._check import FloatArray
-from bandmf.covariance import band_of_blocks, banded_product, lower_inverse, to_blocks
+from bandmf.covariance import band_of_blocks, banded_product, to_blocks
 from bandmf.optimize.objectives import Objective
 from bandmf.strategies import Strategy
 from bandmf.workloads import Workload
@@ -132,7 +133,7 @@ def _invert_block_tridiagonal(diagonal: FloatArray, below: FloatArray) -> tuple[
             half = below[i - 1] @ factors[i - 1].T
             links[i - 1] = half @ factors[i - 1]
             rest = rest - half @ half.T
-        factors[i] = lower_inverse(np.linalg.cholesky(rest)[None])[0]
+        factors[i] = dtrtri(np.linalg.cholesky(rest), lower=1)[0]
     result = factors.swapaxes(1, 2) @ factors
     result_below = np.empty_like(below)
     for i in range(count - 2, -1, -1):
