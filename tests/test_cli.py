@@ -98,6 +98,13 @@ def test_bench_noise_reports_time_and_memory(tmp_path):
     assert found["bandmf", 24]["peak_vectors"] > 20  # 23 of history and 7 prepared
 
 
+def test_nonsense_among_the_learning_rates_gets_one_sentence():
+    for text in ("fast", "0.1,-1", "0.1,,0.2"):
+        found = runner.invoke(app, ["train", "--dataset", "digits", "--learning-rates", text])
+        assert found.exit_code != 0
+        assert "must be numbers above zero, separated by commas" in str(found.exception) + found.output
+
+
 def test_train_compares_both_mechanisms(tmp_path):
     found = json.loads(
         run(

@@ -71,7 +71,7 @@ def train(
         "batch_size": usual.batch_size if batch_size is None else batch_size,
         "epochs": usual.epochs if epochs is None else epochs,
     }
-    rates = [float(rate) for rate in (learning_rates or usual.rates).split(",")]
+    rates = _rates(learning_rates or usual.rates)
     with show.status("planning"):
         plans = {"DP-SGD": make_plan(**setting, bands=1), "BandMF": make_plan(**setting)}
     results = {
@@ -85,6 +85,15 @@ def train(
 
 
 train.__doc__ = f"Train DP-SGD and BandMF on real images at the same privacy budget.\n\n{_EXAMPLE}"
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        return [_check.real("learning_rates", float(rate), 0, open_low=True) for rate in text.split(",")]
+    except ValueError:
+        raise ValueError(
+            f"learning_rates={text!r}: must be numbers above zero, separated by commas"
+        ) from None
 
 
 def _tune_and_run(
