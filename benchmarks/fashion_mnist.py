@@ -37,18 +37,20 @@ def run(task: tuple[object, float, int, str, str, int]) -> float:
     """The final test accuracy of one run, in a process of its own."""
     import torch
 
-    from bandmf import datasets
-    from bandmf.torch import demo
+    from bandmf import workloads
+    from bandmf.demo import datasets, training
 
     plan, rate, seed, folder, device, steps = task
     torch.set_num_threads(1)
     if steps:  # a rehearsal: the first steps of the plan only
         import dataclasses
 
-        plan = dataclasses.replace(plan, steps=steps, strategy=type(plan.strategy)(
-            plan.strategy.coefficients, steps, plan.strategy.normalize_columns
-        ))  # fmt: skip
-    history = demo.train(datasets.fashion_mnist(Path(folder)), plan, rate, seed, evaluations=1, device=device)
+        theta, normalized = plan.strategy.coefficients, plan.strategy.normalize_columns
+        shorter = type(plan.strategy)(theta, steps, normalized)
+        plan = dataclasses.replace(plan, strategy=shorter, workload=workloads.prefix(steps))
+    history = training.train(
+        datasets.fashion_mnist(Path(folder)), plan, rate, seed, evaluations=1, device=device
+    )
     return history.final
 
 

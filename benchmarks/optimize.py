@@ -1,4 +1,4 @@
-"""Strategy optimisation: bandmf and jax_privacy on the same work, in one run.
+"""Strategy optimization: bandmf and jax_privacy on the same work, in one run.
 
 python benchmarks/optimize.py            the comparison (about two minutes)
 python benchmarks/optimize.py --large    bandmf alone where the peer cannot follow (about ten minutes)
@@ -30,7 +30,7 @@ def import_time() -> dict[str, object]:
 
 
 def toeplitz_against_peer(steps: int, bands: int) -> dict[str, object]:
-    """Start to finish, both without column normalisation."""
+    """Start to finish, both without column normalization."""
     from jax_privacy.matrix_factorization import toeplitz
 
     ours, solution = timed(
@@ -39,7 +39,7 @@ def toeplitz_against_peer(steps: int, bands: int) -> dict[str, object]:
     theirs, coefficients = timed(lambda: toeplitz.optimize_banded_toeplitz(steps, bands).block_until_ready())
     strategy = bandmf.strategies.BandedToeplitz(np.asarray(coefficients, float), steps, False)
     return {
-        "what": f"Toeplitz optimised, n={steps}, b={bands}",
+        "what": f"Toeplitz optimized, n={steps}, b={bands}",
         "bandmf s": ours,
         "jax_privacy s": theirs,
         "ratio": theirs / ours,
@@ -49,7 +49,7 @@ def toeplitz_against_peer(steps: int, bands: int) -> dict[str, object]:
 
 
 def banded_loss_against_peer(steps: int, bands: int) -> dict[str, object]:
-    """Loss and gradient of a column-normalised banded strategy; compile time is not counted."""
+    """Loss and gradient of a column-normalized banded strategy; compile time is not counted."""
     import jax
     from jax_privacy.matrix_factorization import banded
 
@@ -79,9 +79,9 @@ def toeplitz_alone(steps: int, bands: int) -> dict[str, object]:
     seconds, _ = timed(lambda: bandmf.optimize.banded_toeplitz(steps, bands, normalize_columns=False))
     more, normalized = timed(lambda: bandmf.optimize.banded_toeplitz(steps, bands))
     return {
-        "what": f"Toeplitz optimised, n={steps:g}, b={bands}",
+        "what": f"Toeplitz optimized, n={steps:g}, b={bands}",
         "plain s": seconds,
-        "normalised s": more,
+        "normalized s": more,
         "RMSE": normalized.rmse,
         "gap": "",
         "peak GB": "",
@@ -91,9 +91,9 @@ def toeplitz_alone(steps: int, bands: int) -> dict[str, object]:
 def banded_alone(steps: int, bands: int, gap: float) -> dict[str, object]:
     seconds, solution = timed(lambda: bandmf.optimize.banded(steps, bands, gap=gap))
     return {
-        "what": f"banded optimised to gap {gap:g}, n={steps:g}, b={bands}",
+        "what": f"banded optimized to gap {gap:g}, n={steps:g}, b={bands}",
         "plain s": "",
-        "normalised s": seconds,
+        "normalized s": seconds,
         "RMSE": solution.rmse,
         "gap": solution.optimality_gap,
         "peak GB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
@@ -107,7 +107,7 @@ def banded_loss_alone(steps: int, bands: int) -> dict[str, object]:
     return {
         "what": f"banded loss and gradient, n={steps:g}, b={bands}",
         "plain s": "",
-        "normalised s": seconds,
+        "normalized s": seconds,
         "RMSE": math.exp(value / 2),
         "gap": "",
         "peak GB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
@@ -126,7 +126,7 @@ def main() -> None:
         show("Strategies at scale", rows, packages, arguments.json)
         return
     rows = [banded_loss_against_peer(4096, 16), toeplitz_against_peer(16384, 64)]
-    show("Strategy optimisation, bandmf against jax_privacy", rows, packages, arguments.json)
+    show("Strategy optimization, bandmf against jax_privacy", rows, packages, arguments.json)
     show("Import", [import_time()], packages, arguments.json)
 
 

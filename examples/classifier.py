@@ -1,4 +1,4 @@
-"""A private image classifier: an ordinary PyTorch loop with five changed lines (marked).
+"""A private image classifier: an ordinary PyTorch loop with five changed statements (numbered).
 
 python examples/classifier.py                          scikit-learn's digits
 python examples/classifier.py --data FOLDER            Fashion-MNIST from its four files
@@ -11,7 +11,7 @@ from torch import nn
 
 import bandmf
 import bandmf.torch  # 1
-from bandmf import datasets
+from bandmf.demo import datasets
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument("--data", help="folder with the Fashion-MNIST files")

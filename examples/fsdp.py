@@ -1,4 +1,4 @@
-"""Private training of a model sharded over processes with FSDP2; each keeps the noise of its own shard only.
+"""Private training of a model sharded over processes with FSDP2; each keeps only its own shard's noise.
 
     torchrun --nproc-per-node=2 examples/fsdp.py                 on the CPU, with gloo
 
@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import bandmf
 import bandmf.torch
-from bandmf import datasets
+from bandmf.demo import datasets
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument("--epsilon", type=float, default=8.0)

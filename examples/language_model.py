@@ -1,4 +1,4 @@
-"""A small private transformer that learns to write by characters. The unit of privacy is one line of text.
+"""A small private transformer that writes character by character. The unit of privacy is one line of text.
 
 python examples/language_model.py                      learns from Python's own standard library
 python examples/language_model.py --text book.txt      learns from any text file
@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 class Writer(nn.Module):
-    """Predicts the next character at every place."""
+    """Predicts the next character at every position."""
 
     def __init__(self, width: int, layers: int = 2) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ private = bandmf.torch.make_private(model, optimizer, data, plan, clip_norm=1.0,
 
 
 def loss_of(model: nn.Module, text: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of the next character; every line weighs the same."""
+    """Mean cross-entropy of the next character; every line counts the same."""
     return nn.functional.cross_entropy(model(text[:, :-1]).transpose(1, 2), text[:, 1:])
 
 

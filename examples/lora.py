@@ -1,7 +1,7 @@
 """Private fine-tuning of a frozen transformer: only its low-rank adapters (LoRA) are clipped and noised.
 
-The transformer comes from a configuration with random weights, so that nothing is downloaded; for a real one
-replace `BertModel(config)` by `BertModel.from_pretrained(...)`.
+The transformer comes from a configuration with random weights, so nothing is downloaded; for a real one,
+replace `BertModel(config)` with `BertModel.from_pretrained(...)`.
 
     python examples/lora.py
 """

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from bandmf import Key
 from bandmf.jax import Engine
-from bandmf.noise import Key
 from noise_families import FAMILIES, largest_difference, oracle_noise
 
 SHAPES = {"weight": (16, 130), "bias": (10,), "cube": (2, 4, 6)}

@@ -18,9 +18,10 @@ from pathlib import Path
 
 import torch
 
-from bandmf import ledger
-from bandmf.noise import Key
-from bandmf.torch import checkpoint, make_private, per_example
+from bandmf import Key, ledger
+from bandmf.torch import make_private
+from bandmf.torch.clipping import hooks
+from bandmf.torch.training import checkpoint
 from training import simple_plan, small_data, small_model, train, weights
 
 STEPS = 40
@@ -55,8 +56,8 @@ def plant(place, after):
         return visits[0] == after
 
     if place == "accumulation":
-        original = per_example.PerExample.add_to
-        per_example.PerExample.add_to = lambda *a: die() if now() else original(*a)
+        original = hooks.PerExample.add_to
+        hooks.PerExample.add_to = lambda *a: die() if now() else original(*a)
     elif place == "ledger":
         write = os.write
         # Half a line reaches the file.

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from bandmf.noise import Key, NumpyEngine, normals
+from bandmf import Key
+from bandmf.noise import NumpyEngine, normals
 from bandmf.strategies import (
     Banded,
     BandedInverse,
@@ -91,7 +92,7 @@ def jax_noise(strategy, key: Key, shapes=SHAPES, scale: float = 1.0, **options) 
 ENGINES: dict[str, Callable[..., Noise]] = {"numpy": numpy_noise, "torch": torch_noise, "jax": jax_noise}
 
 
-def oracle_noise(strategy, key: Key, shapes=SHAPES, scale: float = 1.0, rounds: int = 20) -> Noise:
+def oracle_noise(strategy, key: Key, shapes=SHAPES, scale: float = 1.0, cipher_rounds: int = 20) -> Noise:
     """scale C^-1 z, by the streaming operator of the strategy in double precision."""
     secret, operator = key.derive("noise").secret, strategy.inverse()
     sizes = {name: int(np.prod(shape)) for name, shape in shapes.items()}
@@ -100,7 +101,7 @@ def oracle_noise(strategy, key: Key, shapes=SHAPES, scale: float = 1.0, rounds: 
     for i in range(strategy.steps):
         noise.append({})
         for tensor, name in enumerate(sorted(shapes)):
-            z = normals.reference(secret, i, tensor, 0, sizes[name], rounds)
+            z = normals.reference(secret, i, tensor, 0, sizes[name], cipher_rounds)
             y, states[name] = operator.step(states[name], z)
             noise[-1][name] = scale * y.reshape(shapes[name])
     return noise

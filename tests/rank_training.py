@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bandmf.noise import Key
+from bandmf import Key
 from bandmf.torch import make_private
 from training import simple_plan, small_data, small_model, train, weights
 

@@ -31,13 +31,13 @@ def _no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Every sigma for which the accountant was asked."""
     asked: list[float] = []
-    evaluate = accounting.record.evaluate
+    evaluate = accounting.accountant.evaluate
 
-    def counting(setting: accounting.setting.Setting, sigma: float) -> float:
+    def counting(event: accounting.Event, delta: float, sigma: float) -> float:
         asked.append(sigma)
-        return evaluate(setting, sigma)
+        return evaluate(event, delta, sigma)
 
-    monkeypatch.setattr(accounting.record, "evaluate", counting)
+    monkeypatch.setattr(accounting.accountant, "evaluate", counting)
     return asked
 
 
@@ -306,19 +306,16 @@ def test_two_verdicts_of_the_accountant_are_enough(
 
 
 def test_the_estimate_agrees_with_the_accountant_on_the_same_grid() -> None:
-    setting = accounting.setting.checked_setting(1e-6, 0.1, 512, "add-remove", None, None)
     accountant = pld.PLDAccountant(value_discretization_interval=1e-3)
     event = dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.GaussianDpEvent(3.0))
     theirs = accountant.compose(event, 512).get_epsilon(1e-6)
-    losses = accounting.estimate.round_losses(setting, 3.0)
+    losses = accounting.estimate.round_losses(accounting.Event(0.1, 512), 3.0)
     assert accounting.estimate._estimate(losses, 512, 1e-6, 1e-3) == pytest.approx(theirs, rel=1e-5)
 
 
 @pytest.mark.parametrize(("examples", "cap", "q"), [(1000, 60, 0.05), (50, 3, 0.1), (10, 9, 1.0)])
 def test_the_estimate_knows_how_often_a_cap_bites(examples: int, cap: int, q: float) -> None:
-    bites, conditional = accounting.setting.checked_setting(
-        1e-6, q, 1, "add-remove", cap, examples
-    ).truncation
+    bites, conditional = accounting.Event(q, 1, "add-remove", cap, examples).truncation
     others = np.arange(examples)
     sampled = special.comb(examples - 1, others) * q**others * (1.0 - q) ** (examples - 1 - others)
     assert bites == pytest.approx(sampled[cap:].sum())
@@ -341,7 +338,7 @@ def test_a_known_answer_is_not_computed_again(cache: Path, calls: list[float]) -
     asked = len(calls)
     assert (accounting.noise_multiplier(*CHEAP), accounting.epsilon(*CHEAP)) == first
     assert len(calls) == asked
-    assert len(list(cache.iterdir())) == 2
+    assert len(list(cache.iterdir())) == asked + 1  # every verdict, and the noise multiplier
 
 
 def test_every_input_and_version_is_part_of_the_key(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,8 +349,8 @@ def test_every_input_and_version_is_part_of_the_key(cache: Path, monkeypatch: py
         count += 1
         return float(count)
 
-    def ask(*inputs: object) -> None:
-        accounting.cache.cached("epsilon", accounting.setting.checked_setting(*inputs), 1.0, compute)
+    def ask(delta: float, *event: object) -> None:
+        accounting.cache.cached("epsilon", accounting.Event(*event), delta, 1.0, compute)
 
     variants = [
         (1e-6, 0.1, 10, "add-remove", None, None),
@@ -369,9 +366,9 @@ def test_every_input_and_version_is_part_of_the_key(cache: Path, monkeypatch: py
         ask(*variant)
         ask(*variant)
     assert count == len(variants)
-    setting = accounting.setting.checked_setting(*variants[0])
-    accounting.cache.cached("noise_multiplier", setting, 1.0, compute)
-    accounting.cache.cached("epsilon", setting, 1.5, compute)
+    delta, event = variants[0][0], accounting.Event(*variants[0][1:])
+    accounting.cache.cached("noise_multiplier", event, delta, 1.0, compute)
+    accounting.cache.cached("epsilon", event, delta, 1.5, compute)
     monkeypatch.setattr(accounting.cache, "_SCHEME", accounting.cache._SCHEME + 1)
     ask(*variants[0])
     monkeypatch.setattr("importlib.metadata.version", lambda name: "99.0")

@@ -1,11 +1,13 @@
-"""Imports follow the one direction of the architecture: a file imports only from files above it."""
+"""The architecture is what the tree shows: imports go one way, files are short, the public names are one table."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -16,25 +18,27 @@ SOURCE = Path(bandmf.__file__).parent
 # The architecture's list, top to bottom. A new file takes its place here. `__init__` is `bandmf` itself: it
 # re-exports what is above it, so only what is below may import from it.
 ORDER = [
-    "_check",
-    "streaming",
+    *("_types", "_check", "_files", "_deprecated"),
+    *("streaming", "band_columns"),
     "workloads",
     "participation",
-    "covariance",
-    "response",
-    "toeplitz_error",
     "strategies",
     "sensitivities",
     "error",
     "optimize",
-    "accounting",
-    "planning",
+    "randomness",
     "noise",
+    "accounting",
     "sampling",
+    "planning",
     "ledger",
-    "datasets",
+    "torch.noise",
+    "torch.clipping",
+    "torch.training",
     "torch",
+    "jax.noise",
     "jax",
+    "demo",
     "__init__",
     "audit",
     "plots",
@@ -42,7 +46,8 @@ ORDER = [
     "cli",
 ]
 OPTIONAL = {"torch", "triton", "opacus", "jax", "optax", "jax_privacy", "matplotlib"}
-NEED_OPTIONAL = {"torch", "jax", "audit", "plots", "paper", "cli"}
+NEED_OPTIONAL = {"torch", "jax", "demo", "audit", "plots", "paper", "cli"}
+LONGEST_FILE, LARGEST_FOLDER = 400, 13  # lines; files, __init__ among them
 
 
 def source_files():
@@ -76,8 +81,9 @@ class _AtRunTime(ast.NodeTransformer):
 
 def layer(module):
     """The entry of ORDER that a module of bandmf belongs to."""
-    parts = module.split(".")
-    return parts[1] if len(parts) > 1 else "__init__"
+    parts = module.split(".")[1:]
+    room = ".".join(parts[:2])
+    return room if room in ORDER else parts[0] if parts else "__init__"
 
 
 def violations(files):
@@ -93,7 +99,7 @@ def violations(files):
             outside = target.split(".")[0]
             if outside == "bandmf" and layer(target) not in above and layer(module) != "__init__":
                 found.append(f"{module} imports {target}, which is below it")
-            if outside in OPTIONAL and layer(module) not in NEED_OPTIONAL:
+            if outside in OPTIONAL and layer(module).split(".")[0] not in NEED_OPTIONAL:
                 found.append(f"{module} imports {target}, which belongs to an extra")
     return found + circles(known)
 
@@ -130,6 +136,8 @@ def test_a_file_imports_only_from_files_above_it():
     [
         ("bandmf.streaming", "from bandmf.workloads import prefix", "below"),
         ("bandmf.error", "from bandmf import optimize", "below"),
+        ("bandmf.strategies.toeplitz", "from bandmf.error.toeplitz import ToeplitzError", "below"),
+        ("bandmf.torch.noise.engine", "from bandmf.torch.training.step import Stepper", "below"),
         ("bandmf.error", "from bandmf import rmse", "below"),
         ("bandmf.strategies.base", "def f():\n    import bandmf.noise.engine", "below"),
         ("bandmf.strategies.base", "from bandmf.strategies.banded import Banded", "circle"),
@@ -143,6 +151,47 @@ def test_a_planted_import_against_the_direction_is_caught(module, line, complain
     files[module] = files.get(module, "") + "\n" + line
     planted = [sentence for sentence in violations(files) if sentence not in before]
     assert any(complaint in sentence and module in sentence for sentence in planted)
+
+
+def test_no_file_is_long_and_no_folder_crowded():
+    long = {
+        path.name: lines
+        for path in SOURCE.rglob("*.py")
+        if (lines := len(path.read_text().splitlines())) > LONGEST_FILE
+    }
+    crowded = {
+        folder.name: count
+        for folder in {path.parent for path in SOURCE.rglob("*.py")}
+        if (count := len(list(folder.glob("*.py")))) > LARGEST_FOLDER
+    }
+    assert (long, crowded) == ({}, {})
+
+
+def test_the_order_in_the_documents_is_the_one_that_is_enforced():
+    rooms = [
+        room
+        for room in ORDER
+        if (SOURCE / room.replace(".", "/")).is_dir() or (SOURCE / f"{room}.py").exists()
+    ]
+    for page in ("docs/architecture.md", "CONTRIBUTING.md"):
+        text = (SOURCE.parents[1] / page).read_text()
+        listed = re.search(r"<!-- order -->\n(.*?)<!-- end -->", text, re.DOTALL)
+        assert listed, page
+        named = re.findall(r"`([\w.]+)`", listed.group(1))
+        assert named == [room for room in rooms if room != "__init__"], page
+
+
+def test_the_public_names_are_one_table():
+    block = re.search(r"if TYPE_CHECKING:\n(.*?)\n\n", Path(bandmf.__file__).read_text(), re.DOTALL).group(1)
+    for_type_checkers = {
+        alias.name for node in ast.walk(ast.parse(dedent(block))) for alias in getattr(node, "names", ())
+    }
+    assert for_type_checkers == set(bandmf.__all__) - {
+        "torch",
+        "jax",
+    }  # these would be loaded with their extras
+    assert set(dir(bandmf)) == {*bandmf.__all__, "__version__"}
+    assert all(getattr(bandmf, name) is not None for name in bandmf.__all__)
 
 
 def test_importing_bandmf_loads_neither_torch_nor_jax_nor_matplotlib():

@@ -174,7 +174,7 @@ def test_a_participation_is_validated(case):
 
 
 @pytest.mark.parametrize("case", OPTIMIZER_CASES.values(), ids=OPTIMIZER_CASES.keys())
-def test_an_optimiser_validates_what_it_is_given(case):
+def test_an_optimizer_validates_what_it_is_given(case):
     refuse(*case)
 
 

@@ -1,4 +1,4 @@
-"""BLT: closed forms at any n against sums over all steps; an optimiser that meets the published optima."""
+"""BLT: closed forms at any n against sums over all steps; an optimizer that meets the published optima."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from scipy.signal import lfilter
 
-from bandmf import error, streaming, workloads
-from bandmf.covariance import BandCovariance, banded_product
+from bandmf import band_columns, error, streaming, workloads
 from bandmf.error import (
     max_error,
     max_squared_error,
@@ -18,11 +17,12 @@ from bandmf.error import (
     per_step_error,
     per_step_error_by_rows,
 )
+from bandmf.error.band_covariance import BandCovariance
+from bandmf.error.toeplitz import ToeplitzError
 from bandmf.optimize import banded_toeplitz
 from bandmf.participation import FixedEpochs, MinSeparation
 from bandmf.strategies import Banded, BandedToeplitz, Dense, Identity
 from bandmf.streaming import Matrices, StreamingOperator
-from bandmf.toeplitz_error import ToeplitzError
 from oracles import (
     banded_matrix,
     errors,
@@ -44,11 +44,11 @@ FULL = banded_matrix(random_columns(np.random.default_rng(9), STEPS, STEPS))
 STRATEGIES = {
     "identity": (Identity(STEPS), np.eye(STEPS)),
     "toeplitz": (BandedToeplitz(THETA, STEPS, normalize_columns=False), toeplitz_matrix(THETA, STEPS)),
-    "normalised": (BandedToeplitz(THETA, STEPS), normalized(toeplitz_matrix(THETA, STEPS))),
+    "normalized": (BandedToeplitz(THETA, STEPS), normalized(toeplitz_matrix(THETA, STEPS))),
     "signed": (BandedToeplitz(SIGNED, STEPS, normalize_columns=False), toeplitz_matrix(SIGNED, STEPS)),
-    "normalised signed": (BandedToeplitz(SIGNED, STEPS), normalized(toeplitz_matrix(SIGNED, STEPS))),
-    "normalised, one band": (BandedToeplitz([3.0], STEPS), np.eye(STEPS)),
-    "normalised, all bands": (
+    "normalized signed": (BandedToeplitz(SIGNED, STEPS), normalized(toeplitz_matrix(SIGNED, STEPS))),
+    "normalized, one band": (BandedToeplitz([3.0], STEPS), np.eye(STEPS)),
+    "normalized, all bands": (
         BandedToeplitz(0.5 ** np.arange(STEPS), STEPS),
         normalized(toeplitz_matrix(0.5 ** np.arange(STEPS), STEPS)),
     ),
@@ -152,7 +152,7 @@ def test_the_banded_product_is_the_matrix_product(seed, n, data):
     left = random_columns(generator, n, data.draw(st.integers(1, n)))
     right = random_columns(generator, n, data.draw(st.integers(1, n)))
     product = banded_matrix(left) @ banded_matrix(right)
-    assert_allclose(banded_matrix(banded_product(left, right)), product, rtol=1e-12, atol=1e-13)
+    assert_allclose(banded_matrix(band_columns.product(left, right)), product, rtol=1e-12, atol=1e-13)
 
 
 def full_sum(theta, steps, coefficients=None):
@@ -194,7 +194,7 @@ def test_an_oscillating_workload_is_summed_in_full():
     assert_allclose([max_squared_error(strategy, workload)], [last], rtol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["identity", "toeplitz", "normalised"])
+@pytest.mark.parametrize("name", ["identity", "toeplitz", "normalized"])
 def test_a_workload_that_comes_back_after_a_long_gap_is_not_taken_for_settled(name):
     steps, gap = 600, 400
     coefficients = np.eye(1, gap + 1)[0] + 5 * np.eye(1, gap + 1, gap)[0]
@@ -202,9 +202,9 @@ def test_a_workload_that_comes_back_after_a_long_gap_is_not_taken_for_settled(na
     strategy = {
         "identity": Identity(steps),
         "toeplitz": BandedToeplitz([1.0, 0.5], steps, normalize_columns=False),
-        "normalised": BandedToeplitz([1.0, 0.5], steps),
+        "normalized": BandedToeplitz([1.0, 0.5], steps),
     }[name]
-    expected = errors(normalized(C) if name == "normalised" else C, toeplitz_matrix(coefficients, steps))
+    expected = errors(normalized(C) if name == "normalized" else C, toeplitz_matrix(coefficients, steps))
     assert_allclose(per_step_error(strategy, workloads.toeplitz(coefficients, steps)), expected, rtol=1e-9)
 
 
@@ -223,7 +223,7 @@ def test_the_error_of_slowly_settling_coefficients_is_exact_at_any_length(steps,
 
 @pytest.mark.parametrize("bands", [2, 16, 40])
 @pytest.mark.parametrize("workload", [None, workloads.momentum(5000, 0.9)], ids=["prefix", "momentum"])
-def test_the_normalised_tail_at_many_steps_is_the_general_recursion(bands, workload):
+def test_the_normalized_tail_at_many_steps_is_the_general_recursion(bands, workload):
     strategy = BandedToeplitz(1 / np.arange(1, bands + 1) + 0.1, 5000)
     general = per_step_error(Banded(strategy.columns()), workload)
     assert_allclose(per_step_error(strategy, workload), general, rtol=1e-9)
@@ -231,7 +231,7 @@ def test_the_normalised_tail_at_many_steps_is_the_general_recursion(bands, workl
     assert_allclose(max_squared_error(strategy, workload), general.max(), rtol=1e-9)
 
 
-def test_normalising_columns_only_changes_the_last_bands_minus_one_steps():
+def test_normalizing_columns_only_changes_the_last_bands_minus_one_steps():
     theta = THETA / np.linalg.norm(THETA)
     plain = per_step_error(BandedToeplitz(theta, 50, normalize_columns=False))
     scaled = per_step_error(BandedToeplitz(theta, 50))
@@ -239,7 +239,7 @@ def test_normalising_columns_only_changes_the_last_bands_minus_one_steps():
     assert np.all(scaled[47:] < plain[47:])
 
 
-def test_with_normalised_columns_the_largest_error_is_not_the_last():
+def test_with_normalized_columns_the_largest_error_is_not_the_last():
     strategy = banded_toeplitz(1024, 16, normalize_columns="after").strategy
     per_step = per_step_error(strategy)
     assert int(np.argmax(per_step)) == 1008
@@ -292,9 +292,9 @@ def test_the_planted_weighting_by_i_of_the_papers_appendix_is_caught():
 
 
 def algorithm_3(columns, as_printed):
-    """Total squared error on the prefix workload, streaming rows; C's columns are normalised on the way.
+    """Total squared error on the prefix workload, streaming rows; C's columns are normalized on the way.
 
-    The recursion solves the un-normalised matrix; a normalised C = Theta diag(1/c) has rows c_i times those
+    The recursion solves the un-normalized matrix; a normalized C = Theta diag(1/c) has rows c_i times those
     of Theta^-1. As printed (erratum 3) the scaled rows are fed back into the recursion.
     """
     Theta, n = banded_matrix(columns), len(columns)
@@ -309,7 +309,7 @@ def algorithm_3(columns, as_printed):
     return total
 
 
-def test_the_planted_recursion_on_normalised_rows_is_caught():
+def test_the_planted_recursion_on_normalized_rows_is_caught():
     columns = random_columns(np.random.default_rng(4), 9, 3)
     C = normalized(banded_matrix(columns))
     ours = per_step_error(Dense(C)).sum()

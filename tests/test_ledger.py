@@ -8,8 +8,8 @@ import stat
 
 import pytest
 
+from bandmf import Key
 from bandmf.ledger import Ledger
-from bandmf.noise import Key
 
 KEY = Key(bytes(32))
 RUN = {

@@ -1,4 +1,4 @@
-"""The optimisers beyond BandMF: damping, banded inverses, and strategies for an unknown separation."""
+"""The optimizers beyond BandMF: damping, banded inverses, and strategies for an unknown separation."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from numpy.testing import assert_allclose
 
 import bandmf
 from bandmf import optimize, strategies, workloads
+from bandmf.optimize.banded_inverse import _Loss
 from bandmf.optimize.federated import _AveragedLoss, _pattern_matrix
-from bandmf.optimize.inverse import _Loss
 from bandmf.participation import FixedEpochs, MinSeparation
 from bandmf.sensitivities import certified_sensitivity
 from bandmf.strategies import BandedToeplitz
@@ -17,7 +17,7 @@ from oracles import nuclear_norm_bound, slope
 
 
 @pytest.mark.parametrize("n", [64, 256])
-def test_dense_optima_lie_between_the_bound_and_normalised_fhu(n):
+def test_dense_optima_lie_between_the_bound_and_normalized_fhu(n):
     best = optimize.dense(n).rmse
     assert nuclear_norm_bound(n) < best < bandmf.rmse(strategies.square_root(n, normalize_columns=True))
 
@@ -43,7 +43,7 @@ def test_the_gradient_of_the_banded_inverse_is_right(largest):
 
 
 @pytest.mark.parametrize("participation", [None, MinSeparation(4, 100)], ids=str)
-def test_an_optimised_banded_inverse_beats_bisr_and_more_bands_are_better(participation):
+def test_an_optimized_banded_inverse_beats_bisr_and_more_bands_are_better(participation):
     values = []
     for bands in (2, 4, 16):
         solution = optimize.banded_inverse(400, bands, participation)

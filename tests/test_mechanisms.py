@@ -122,7 +122,7 @@ MECHANISMS = {
     "online tree, one step": (strategies.tree_aggregation(1), np.eye(1)),
     "full tree": (strategies.tree_aggregation(N, "full"), gram_factor(full_tree(N))),
     "fhu": (strategies.square_root(N), FHU),
-    "normalised fhu": (strategies.square_root(N, normalize_columns=True), normalized(FHU)),
+    "normalized fhu": (strategies.square_root(N, normalize_columns=True), normalized(FHU)),
     "banded square root": (strategies.banded_square_root(N, 4), np.tril(FHU) - np.tril(FHU, -4)),
     "banded square root, momentum": (
         strategies.banded_square_root(N, 5, momentum=0.9, weight_decay=0.1),
@@ -365,7 +365,7 @@ def test_banded_square_root_has_the_reference_error(n, bands, reference):
 
 
 @pytest.mark.parametrize("n", [64, 256, 1024])
-def test_the_bound_and_normalised_fhu_enclose_the_dense_optimum_and_nothing_is_below(n, reference):
+def test_the_bound_and_normalized_fhu_enclose_the_dense_optimum_and_nothing_is_below(n, reference):
     bound = reference["nuclear_norm_lower_bound_rmse"][n]
     best = strategies.square_root(n, normalize_columns=True)
     assert (

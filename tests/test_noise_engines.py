@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bandmf.noise import Key, NumpyEngine
+from bandmf import Key
+from bandmf.noise import NumpyEngine
 from bandmf.noise.schedule import MAX_LOOKAHEAD, Schedule
 from bandmf.strategies import Identity
 from noise_families import ENGINES, FAMILIES, SHAPES, largest_difference, numpy_noise, oracle_noise, toeplitz
@@ -219,7 +220,7 @@ def test_a_state_of_another_plan_or_key_is_refused(name):
     for other, message in [
         (Driver(name), "key=.*made with another key"),
         (Driver(name, FAMILIES["long"], key), "strategy=.*another plan"),
-        (Driver(name, key=key, rounds=12), "rounds=12: must be 20"),
+        (Driver(name, key=key, cipher_rounds=12), "cipher_rounds=12: must be 20"),
     ]:
         state = other.engine.init(SHAPES)
         with pytest.raises(ValueError, match=message):
@@ -256,7 +257,7 @@ def test_a_checkpoint_holds_the_fingerprint_and_not_the_key(name):
     driver = Driver(name, key=key)
     state = driver.engine.init(SHAPES)
     text = repr(driver.engine.state_dict(state)) + repr(state)
-    raw = bytes(np.asarray(driver.engine.state_dict(state)["identity"])) if name == "jax" else text.encode()
+    raw = bytes(np.asarray(driver.engine.state_dict(state)["provenance"])) if name == "jax" else text.encode()
     assert key.fingerprint.encode() in raw
     for secret in (key.secret, key.derive("noise").secret):
         assert secret.hex() not in text
@@ -344,7 +345,7 @@ def test_shapes_that_no_nonce_can_cover_are_refused(name):
 def test_identity_names_the_first_difference():
     engine = NumpyEngine(Identity(3))
     state = engine.init({"w": (3,)})
-    state.identity = replace(state.identity, specification=99)
+    state.provenance = replace(state.provenance, specification=99)
     with pytest.raises(ValueError, match="specification=99: must be 1"):
         engine.add(state, {"w": np.zeros(3, np.float32)}, 1.0)
 
@@ -374,17 +375,17 @@ def test_torch_noise_does_not_depend_on_the_users_threads_and_precision():
 def test_the_path_of_other_devices_gives_the_same_noise(family, monkeypatch):
     """What runs on CUDA without Triton, here on the CPU: z drawn by torch, and no arrays of NumPy."""
     torch = pytest.importorskip("torch")
-    from bandmf.torch import draw, operations
+    from bandmf.torch.noise import normals, torch_executor
     from noise_families import torch_noise
 
     drawn = []
 
-    def source(secret, rounds):
-        drawn.append(draw.TorchSource(secret, rounds, torch.device("cpu")))
+    def source(secret, cipher_rounds):
+        drawn.append(normals.TorchSource(secret, cipher_rounds, torch.device("cpu")))
         return drawn[-1]
 
-    monkeypatch.setattr(draw, "Source", source)
-    monkeypatch.setattr(operations, "_arrays", lambda tensor: tensor)
+    monkeypatch.setattr(normals, "Source", source)
+    monkeypatch.setattr(torch_executor, "_arrays", lambda tensor: tensor)
     strategy, key = FAMILIES[family], Key()
     assert largest_difference(torch_noise(strategy, key), oracle_noise(strategy, key)) < 1e-5
     assert drawn
@@ -411,7 +412,8 @@ def test_history_is_read_in_at_most_two_long_operations(monkeypatch):
 
 def test_an_interrupted_step_is_not_taken_again_with_other_noise(monkeypatch):
     torch = pytest.importorskip("torch")
-    from bandmf.torch import Engine, draw
+    from bandmf.torch import Engine
+    from bandmf.torch.noise import normals
 
     engine = Engine(toeplitz(60, 40))
     state = engine.init({"w": (100,)})
@@ -423,7 +425,7 @@ def test_an_interrupted_step_is_not_taken_again_with_other_noise(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(draw.Drawer, "white", interrupt)
+        patched.setattr(normals.Drawer, "white", interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.add(state, {"w": torch.zeros(100)}, 1.0)
     for refused in (

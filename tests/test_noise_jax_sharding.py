@@ -38,7 +38,7 @@ def test_a_checkpoint_of_eight_devices_loads_on(output, mesh):
 def test_rows_that_repeat_are_kept_once():
     import numpy as np
 
-    from bandmf.jax.tables import table
+    from bandmf.jax.noise.tables import table
     from bandmf.noise.schedule import Schedule
     from noise_families import FAMILIES, toeplitz
 

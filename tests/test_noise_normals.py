@@ -24,7 +24,7 @@ def test_draws_are_standard_normal_and_a_planted_five_percent_is_caught():
     assert abs(np.mean(z**4) - 3) < 5 * np.sqrt(96 / z.size)
 
 
-def test_members_of_a_pair_and_neighbours_are_uncorrelated():
+def test_members_of_a_pair_and_neighbors_are_uncorrelated():
     z = Source(SECRET).draw(1, 0, 0, 200 * GROUP).reshape(-1, 2, PAIRS).astype(np.float64)
     limit = 5 / np.sqrt(z.size / 2)
     assert abs(np.mean(z[:, 0] * z[:, 1])) < limit
@@ -54,7 +54,7 @@ def test_the_fast_source_equals_the_oracle_on_any_range(span):
 @pytest.mark.parametrize("span", RANGES)
 def test_torch_operations_equal_the_oracle_on_any_range(span):
     torch = pytest.importorskip("torch")
-    from bandmf.torch.draw import TorchSource
+    from bandmf.torch.noise.normals import TorchSource
 
     got = TorchSource(SECRET, 20, torch.device("cpu")).chunk(2**35, 9, *span).numpy()
     np.testing.assert_allclose(got, normals.reference(SECRET, 2**35, 9, *span), rtol=0, atol=2e-6)
@@ -62,14 +62,14 @@ def test_torch_operations_equal_the_oracle_on_any_range(span):
 
 def test_jax_equals_the_oracle_from_any_place():
     jax = pytest.importorskip("jax")
-    from bandmf.jax import draw
-    from bandmf.noise import chacha
+    from bandmf.jax.noise import normals as jax_normals
+    from bandmf.randomness import chacha
 
     key = jax.numpy.asarray(chacha.key_words(SECRET), jax.numpy.uint32)
     starts = np.array([0, 1, GROUP - 1, 2**33 + 100])
     places = jax.numpy.asarray(starts // GROUP, "uint32"), jax.numpy.asarray(starts % GROUP, "uint32")
-    first, second = draw.normals(
-        key, jax.numpy.int32(3), [draw.Runs(9, places, 2500), draw.Runs(1, places, 3)]
+    first, second = jax_normals.normals(
+        key, jax.numpy.int32(3), [jax_normals.Spans(9, places, 2500), jax_normals.Spans(1, places, 3)]
     )
     for k, start in enumerate(starts):
         for got, tensor, length in ((first[k], 9, 2500), (second[k], 1, 3)):

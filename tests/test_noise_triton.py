@@ -45,7 +45,7 @@ def test_a_requested_triton_that_is_missing_fails():
 
 
 def main() -> None:
-    from bandmf.noise import Key
+    from bandmf import Key
     from bandmf.strategies import BandedInverse, BufferedToeplitz, Identity, tree_aggregation
     from noise_families import largest_difference, oracle_noise, toeplitz, torch_noise
 
@@ -58,8 +58,8 @@ def main() -> None:
         (tree_aggregation(5), {}),
         (BufferedToeplitz([0.3, 0.1], [0.9, 0.5], 4), {}),
     ]:
-        got = torch_noise(strategy, key, shapes, kernels="triton", rounds=8, **options)
-        assert largest_difference(got, oracle_noise(strategy, key, shapes, rounds=8)) < 1e-5, strategy
+        got = torch_noise(strategy, key, shapes, kernels="triton", cipher_rounds=8, **options)
+        assert largest_difference(got, oracle_noise(strategy, key, shapes, cipher_rounds=8)) < 1e-5, strategy
         print(strategy, flush=True)
 
 

@@ -9,17 +9,19 @@ import struct
 import numpy as np
 import pytest
 
-from bandmf.noise import Key, chacha, normals
+from bandmf import Key
+from bandmf.noise import normals
+from bandmf.randomness import chacha
 
 RFC_KEY = bytes(range(32))
 # (step, tensor, first group): near the start, sharded at an odd group, past 2^31 coordinates, past 2^32 steps.
 PLACES = [(0, 0, 0), (5, 3, 77), (9, 1, 2**22 + 5), (2**35 + 7, 2**20, normals.MAX_SIZE // normals.GROUP - 2)]
 
 
-def oracle_words(secret: bytes, step: int, tensor: int, group: int, rounds: int = 20) -> np.ndarray:
+def oracle_words(secret: bytes, step: int, tensor: int, group: int, cipher_rounds: int = 20) -> np.ndarray:
     """Two groups of words, straight from the block function."""
     counters = (group * normals.BLOCKS + np.arange(2 * normals.BLOCKS, dtype=np.uint64)).astype(np.uint32)
-    words = chacha.block(chacha.key_words(secret), normals.nonce(step, tensor), counters, rounds)
+    words = chacha.block(chacha.key_words(secret), normals.nonce(step, tensor), counters, cipher_rounds)
     return words.reshape(2, 3, normals.PAIRS)
 
 
@@ -41,45 +43,45 @@ def test_block_function_matches_rfc_8439_appendix_a_1():
     assert third.tobytes().hex().startswith("3aeb5224ecf849929b9d828db1ced4dd")
 
 
-@pytest.mark.parametrize("rounds", chacha.ROUNDS)
+@pytest.mark.parametrize("cipher_rounds", chacha.CIPHER_ROUNDS)
 @pytest.mark.parametrize("place", PLACES)
-def test_fast_keystream_equals_the_oracle(place, rounds):
+def test_fast_keystream_equals_the_oracle(place, cipher_rounds):
     out = np.empty((2, 3, normals.PAIRS), np.uint32)
     step, tensor, group = place
-    stream = chacha.Keystream(RFC_KEY, rounds)
+    stream = chacha.Keystream(RFC_KEY, cipher_rounds)
     stream.fill(out.reshape(-1), normals.nonce(step, tensor), group * normals.BLOCKS)
-    assert np.array_equal(out, oracle_words(RFC_KEY, *place, rounds))
+    assert np.array_equal(out, oracle_words(RFC_KEY, *place, cipher_rounds))
 
 
-@pytest.mark.parametrize("rounds", [12, 20])
+@pytest.mark.parametrize("cipher_rounds", [12, 20])
 @pytest.mark.parametrize("place", PLACES)
-def test_torch_operations_draw_the_oracles_integers(place, rounds):
+def test_torch_operations_draw_the_oracles_integers(place, cipher_rounds):
     torch = pytest.importorskip("torch")
-    from bandmf.torch import words
+    from bandmf.torch.noise import chacha as torch_chacha
 
     out = torch.zeros(2, 3, normals.PAIRS, dtype=torch.int32)
-    words.fill(words.key_words(RFC_KEY, torch.device("cpu")), out, *place, rounds)
-    assert np.array_equal(out.numpy().view(np.uint32), oracle_words(RFC_KEY, *place, rounds))
+    torch_chacha.fill(torch_chacha.key_words(RFC_KEY, torch.device("cpu")), out, *place, cipher_rounds)
+    assert np.array_equal(out.numpy().view(np.uint32), oracle_words(RFC_KEY, *place, cipher_rounds))
 
 
 @pytest.mark.parametrize("place", PLACES[:3])  # JAX counts at most 2^31 steps
 def test_jax_draws_the_oracles_integers(place):
     jax = pytest.importorskip("jax")
-    from bandmf.jax import draw
+    from bandmf.jax.noise import chacha as jax_chacha
 
     step, tensor, group = place
     key = jax.numpy.asarray(chacha.key_words(RFC_KEY), jax.numpy.uint32)
     groups = jax.numpy.asarray([group, group + 1], jax.numpy.uint32)
-    out = draw.words(key, jax.numpy.int32(step), jax.numpy.full(2, tensor, jax.numpy.uint32), groups)
+    out = jax_chacha.words(key, jax.numpy.int32(step), jax.numpy.full(2, tensor, jax.numpy.uint32), groups)
     assert np.array_equal(np.asarray(out), oracle_words(RFC_KEY, *place))
 
 
-def test_jax_places_are_exact_past_32_bits():
+def test_jax_coordinates_are_exact_past_32_bits():
     pytest.importorskip("jax")
-    from bandmf.jax import draw
+    from bandmf.jax.noise import normals as jax_normals
 
     for index, stride in [(3, 5), (2**31 + 11, 13), (4_000_000, 9_999), (7, 5_000_000_123)]:
-        group, offset = draw.advance((np.uint32(2), np.uint32(2000)), index, stride)
+        group, offset = jax_normals.advance((np.uint32(2), np.uint32(2000)), index, stride)
         assert int(group) * normals.GROUP + int(offset) == 2 * normals.GROUP + 2000 + index * stride
 
 

@@ -1,4 +1,4 @@
-"""Optimised banded strategies: the paper's example, the reference optima, and a proof that can be trusted."""
+"""Optimized banded strategies: the paper's example, the reference optima, and a proof that can be trusted."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ def test_a_planted_error_in_the_selected_inversion_is_caught_by_the_self_test(mo
 # --- families -----------------------------------------------------------------------------------------
 
 
-def test_the_horizon_family_lies_between_the_optimum_and_normalised_toeplitz(reference):
+def test_the_horizon_family_lies_between_the_optimum_and_normalized_toeplitz(reference):
     for steps, bands in [(256, 16), (1024, 16)]:
         solution = horizon(steps, bands)
         assert solution.rmse >= reference["banded_mean_rmse"][steps, bands]

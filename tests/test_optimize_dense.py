@@ -1,4 +1,4 @@
-"""Optimised dense strategies: between what is provably impossible and what is known, for any epochs."""
+"""Optimized dense strategies: between what is provably impossible and what is known, for any epochs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_nuclear_norm_bound_is_that_of_the_reference(reference):
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 16, 64, 256])
-def test_it_lies_between_the_nuclear_norm_bound_and_the_normalised_square_root(steps):
+def test_it_lies_between_the_nuclear_norm_bound_and_the_normalized_square_root(steps):
     solution, known = solve(steps), error.rmse(square_root(steps, steps, normalize=True))
     assert solution.converged
     assert nuclear_norm_bound(steps) * (1 - 1e-12) <= solution.rmse <= known * (1 + 1e-9)
@@ -86,7 +86,7 @@ def test_the_proved_bound_is_that_of_the_dense_formula(epochs, bands):
 
 
 def test_no_strategy_with_as_many_bands_as_an_epoch_is_better():
-    # Its columns are disjoint over the epochs, so it is one of those that the dense optimiser chooses among.
+    # Its columns are disjoint over the epochs, so it is one of those that the dense optimizer chooses among.
     steps, epochs = 48, 4
     competitor = banded(steps, steps // epochs).strategy
     best = dense(steps, epochs)

@@ -1,4 +1,4 @@
-"""Optimised Toeplitz strategies: the reference optima, at any size, and never worse than what is known."""
+"""Optimized Toeplitz strategies: the reference optima, at any size, and never worse than what is known."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from numpy.testing import assert_allclose
 from scipy.optimize import minimize, minimize_scalar
 
 from bandmf import error, workloads
+from bandmf.error.toeplitz import ToeplitzError
+from bandmf.error.toeplitz_response import correlate, divide_series, inverse_series
 from bandmf.optimize import banded_toeplitz, inverse_plus_constant, stretch
 from bandmf.optimize.solution import descend
-from bandmf.response import correlate, divide_series, inverse_series
 from bandmf.strategies import BandedToeplitz
-from bandmf.toeplitz_error import ToeplitzError
 from oracles import (
     errors,
     normalized,
@@ -37,7 +37,7 @@ def solve(steps, bands, mode, objective="mean"):
 
 
 def square_root(steps, bands, normalize):
-    """Banded square root, column-normalised or not."""
+    """Banded square root, column-normalized or not."""
     return BandedToeplitz(square_root_coefficients(bands), steps, normalize_columns=normalize)
 
 
@@ -123,13 +123,13 @@ def test_hundreds_of_bands_at_a_million_steps_converge():
 
 @pytest.mark.parametrize(("steps", "bands"), [*EDGES, (1024, 16), (4096, 16), (100_000, 16)])
 @pytest.mark.parametrize("objective", ["mean", "max"])
-def test_optimised_is_never_worse_than_after_and_after_never_worse_than_plain(steps, bands, objective):
+def test_optimized_is_never_worse_than_after_and_after_never_worse_than_plain(steps, bands, objective):
     plain, after, optimized = (solve(steps, bands, mode, objective).objective for mode in MODES)
     assert optimized <= after * (1 + 1e-12)
     assert after <= plain * (1 + 1e-12)
 
 
-def test_optimising_the_normalised_strategy_as_such_gains_something():
+def test_optimizing_the_normalized_strategy_as_such_gains_something():
     plain, after, optimized = (solve(64, 4, mode).rmse for mode in MODES)
     assert optimized < after * (1 - 1e-6)
     assert after < plain * (1 - 1e-4)
@@ -207,7 +207,7 @@ def test_a_workload_without_stable_inverse_is_reported_as_it_is_used_too():
         solution = banded_toeplitz(40, 4, workload, normalize_columns=mode)
         assert solution.objective == pytest.approx(solution.rmse, rel=1e-9)
         assert solution.rmse == pytest.approx(error.rmse(solution.strategy, workload), rel=1e-12)
-    with pytest.raises(ValueError, match="'after'"):
+    with pytest.raises(ValueError, match="normalize after the search"):
         banded_toeplitz(40, 4, workload, normalize_columns="optimized")
 
 
@@ -226,7 +226,7 @@ def test_equal_weights_are_the_mean():
         assert weighted.objective == pytest.approx(solve(300, 8, mode).objective, rel=1e-9)
 
 
-def test_without_normalisation_the_largest_error_is_the_last():
+def test_without_normalization_the_largest_error_is_the_last():
     by_max, by_last = solve(500, 8, False, "max"), solve(500, 8, False, "last")
     assert by_max.objective == pytest.approx(by_last.objective, rel=1e-12)
 
@@ -296,8 +296,8 @@ def test_the_papers_cut_off_reports_less_than_is_achievable_at_a_thousand_millio
     steps, bands = 10**9, 16
     optimum = reference["toeplitz_mean_rmse"][steps, bands]
     cut = banded_toeplitz(steps, bands, normalize_columns=False, terms=bands**2)
-    as_optimised = ToeplitzError(cut.strategy.coefficients, workloads.prefix(steps), False, terms=bands**2)
-    reported = np.sqrt(as_optimised.mean())
+    as_optimized = ToeplitzError(cut.strategy.coefficients, workloads.prefix(steps), False, terms=bands**2)
+    reported = np.sqrt(as_optimized.mean())
     assert (round(reported, 2), round(cut.rmse, 2)) == (5590.19, 5591.09)  # erratum 6
     assert reported < optimum < cut.rmse
     assert solve(steps, bands, False).rmse == pytest.approx(optimum, rel=1e-9)
@@ -366,7 +366,7 @@ def test_series_division_by_fft_equals_the_recursion(workload):
     np.testing.assert_allclose(fast, divide_series(numerator, theta), rtol=1e-9, atol=1e-11)
 
 
-def test_a_search_from_a_stretched_neighbour_ends_at_the_same_strategy():
+def test_a_search_from_a_stretched_neighbor_ends_at_the_same_strategy():
     few = banded_toeplitz(5000, 100, normalize_columns=False).strategy
     start = stretch(few.coefficients, 150)
     fast = banded_toeplitz(5000, 150, normalize_columns=False, start=start, tolerance=1e-9)

@@ -179,7 +179,7 @@ def test_the_planted_majorant_called_exact_is_caught():
         check(wrong, toeplitz_matrix(HARD, 6), MinSeparation(2, 1))
 
 
-def test_the_planted_norm_of_one_for_unnormalised_columns_is_caught():
+def test_the_planted_norm_of_one_for_unnormalized_columns_is_caught():
     wrong = Sensitivity(1.0, True, "planted")
     with pytest.raises(AssertionError, match="below what an example can really do"):
         check(wrong, toeplitz_matrix([1.0, 0.9, 0.8], 6), Single())

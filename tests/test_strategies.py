@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
+from bandmf.band_columns import row_of
 from bandmf.strategies import Banded, BandedToeplitz, Dense, Identity, OutputRecurrence, load, save
-from bandmf.strategies.base import rows_from_columns
 from oracles import (
     banded_matrix,
     normalized,
@@ -29,9 +29,9 @@ ROOT = square_root_coefficients(N)
 STRATEGIES = {
     "identity": (Identity(N), np.eye(N), 1),
     "toeplitz": (BandedToeplitz(DECREASING, N, normalize_columns=False), toeplitz_matrix(DECREASING, N), 3),
-    "normalised toeplitz": (BandedToeplitz(DECREASING, N), normalized(toeplitz_matrix(DECREASING, N)), 3),
+    "normalized toeplitz": (BandedToeplitz(DECREASING, N), normalized(toeplitz_matrix(DECREASING, N)), 3),
     "signed toeplitz": (BandedToeplitz(SIGNED, N, normalize_columns=False), toeplitz_matrix(SIGNED, N), 4),
-    "normalised signed toeplitz": (BandedToeplitz(SIGNED, N), normalized(toeplitz_matrix(SIGNED, N)), 4),
+    "normalized signed toeplitz": (BandedToeplitz(SIGNED, N), normalized(toeplitz_matrix(SIGNED, N)), 4),
     "one band": (BandedToeplitz([2.0], N, normalize_columns=False), 2 * np.eye(N), 1),
     "as many bands as steps": (BandedToeplitz(ROOT, N), normalized(toeplitz_matrix(ROOT, N)), N),
     "banded": (Banded(COLUMNS), banded_matrix(COLUMNS), 4),
@@ -77,7 +77,7 @@ def test_the_rows_of_the_recurrence_are_those_of_the_matrix(strategy, matrix, ba
     for i, row in enumerate(matrix):
         newest_first = [row[i - r] if r <= i else 0.0 for r in range(bands)]
         assert_allclose(recurrence.row(i), newest_first, rtol=1e-14)
-        assert_allclose(rows_from_columns(strategy.columns(), i), newest_first, rtol=1e-14)
+        assert_allclose(row_of(strategy.columns(), i), newest_first, rtol=1e-14)
 
 
 @every_strategy

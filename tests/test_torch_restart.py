@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bandmf.noise import Key
+from bandmf import Key
 from bandmf.torch import make_private
 from training import simple_plan, small_data, small_model, train, weights
 
@@ -77,7 +77,7 @@ def test_state_dict_holds_the_whole_run_but_not_the_key(tmp_path):
     other = open_run(None, key=key, save_every=None)
     with pytest.raises(ValueError, match="the ledger has 0 steps"):
         other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=False))
-    other.run.ledger = private.ledger
+    other.stepper.ledger = private.ledger
     other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=False))
     assert other.step == 7
     train(other)
@@ -122,7 +122,7 @@ def test_other_data_after_a_restart_are_refused_for_released_steps(tmp_path):
 
 
 def test_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch):
-    from bandmf.torch import checkpoint
+    from bandmf.torch.training import checkpoint
 
     private = train(open_run(tmp_path), until=6)
     monkeypatch.setattr(checkpoint, "_publish", lambda *_: (_ for _ in ()).throw(OSError("disk full")))

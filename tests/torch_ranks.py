@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from bandmf.noise import Key
+from bandmf import Key
 from bandmf.torch import Engine, broadcast_key
 from noise_families import FAMILIES, largest_difference, oracle_noise
 

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import math
 
+from bandmf import workloads
 from bandmf.planning import Plan
 from bandmf.strategies import BandedToeplitz, Identity
 
 
 def simple_plan(steps=24, examples=400, batch_size=20, bands=4, noise_multiplier=0.5, **changes):
-    """A plan with given numbers; its epsilon is not computed, since nothing here depends on it."""
+    """A plan with given numbers; it promises nothing, so that the accountant has nothing to object to."""
     strategy = Identity(steps)
     if bands > 1:
         strategy = BandedToeplitz([1 / math.sqrt(1 + k) for k in range(bands)], steps)
     fields = {
-        "steps": steps,
+        "workload": workloads.prefix(steps),
         "examples": examples,
         "batch_size": batch_size,
-        "epsilon": 1.0,
+        "epsilon": math.inf,
         "delta": 1e-6,
         "adjacency": "add-remove",
-        "bands": bands,
         "strategy": strategy,
         "noise_multiplier": noise_multiplier,
-        "error": 1.0,
     }
     return Plan(**{**fields, **changes})
 
@@ -58,7 +57,7 @@ def train(private, until=None):
             private.optimizer.step()
             if private.scheduler is not None:
                 private.scheduler.step()
-            if private.step == until:
+            if private.steps_taken == until:
                 return private
     return private
 

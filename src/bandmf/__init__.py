@@ -13,52 +13,65 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# Everything loads on first use: `import bandmf` is quick, and torch and jax are never needed by the core.
-_HOME = {
-    "Plan": "bandmf.planning",
+# Every public name and where it lives; "" for modules. All load on first use: `import bandmf` is quick, and torch
+# and jax are never needed by the core.
+_PUBLIC = {
+    "Key": "bandmf.randomness.key",
+    "Plan": "bandmf.planning.plan",
+    "accounting": "",
     "certified_sensitivity": "bandmf.sensitivities",
+    "compare": "bandmf.planning.compare",
+    "jax": "",
     "max_error": "bandmf.error",
+    "noise": "",
+    "optimize": "",
+    "participation": "",
     "per_step_error": "bandmf.error",
-    "plan": "bandmf.planning",
+    "plan": "bandmf.planning.planner",
     "rmse": "bandmf.error",
+    "sampling": "",
     "sensitivity": "bandmf.sensitivities",
+    "strategies": "",
+    "streaming": "",
+    "sweep": "bandmf.planning.sweep",
+    "torch": "",
+    "workloads": "",
 }
-_MODULES = (
-    *("accounting", "datasets", "jax", "noise", "optimize", "participation", "planning", "sampling"),
-    *("strategies", "streaming", "torch", "workloads"),
-)
+_MOVED = {"datasets": "bandmf.demo.datasets"}
 
-__all__ = [
-    "Plan",
-    "accounting",
-    "certified_sensitivity",
-    "max_error",
-    "noise",
-    "optimize",
-    "participation",
-    "per_step_error",
-    "plan",
-    "rmse",
-    "sensitivity",
-    "strategies",
-    "streaming",
-    "workloads",
-]
+__all__ = list(_PUBLIC)
 
 if TYPE_CHECKING:
-    from bandmf import accounting, noise, optimize, participation, strategies, streaming, workloads
+    from bandmf import (
+        accounting,
+        noise,
+        optimize,
+        participation,
+        sampling,
+        strategies,
+        streaming,
+        workloads,
+    )
     from bandmf.error import max_error, per_step_error, rmse
-    from bandmf.planning import Plan, plan
+    from bandmf.planning.compare import compare
+    from bandmf.planning.plan import Plan
+    from bandmf.planning.planner import plan
+    from bandmf.planning.sweep import sweep
+    from bandmf.randomness.key import Key
     from bandmf.sensitivities import certified_sensitivity, sensitivity
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
-    if name in _MODULES:
-        return import_module(f"bandmf.{name}")
+    if name in _PUBLIC:
+        home = _PUBLIC[name]
+        return getattr(import_module(home), name) if home else import_module(f"bandmf.{name}")
+    if name in _MOVED:
+        from bandmf._deprecated import warn
+
+        warn(f"bandmf.{name}", _MOVED[name], depth=2)
+        return import_module(_MOVED[name])
     raise AttributeError(f"module 'bandmf' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted([*__all__, "__version__"])

@@ -12,10 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.integer]
+from bandmf._types import FloatArray
 
 
 def fail(name: str, value: object, requirement: str, remedy: str = "") -> ValueError:

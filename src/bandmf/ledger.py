@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from bandmf import _check
-from bandmf.noise.key import Key
+from bandmf._files import sync_folder
+from bandmf.randomness.key import Key
 
 _SIZE = 16  # bytes of a digest
 _REVEALS = (
@@ -201,12 +202,3 @@ def _expect(recorded: dict[str, Any], given: dict[str, Any], path: Any) -> None:
                 f"the run in {path} began with {recorded.get(name)!r}",
                 _REMEDY.get(name, ""),
             )
-
-
-def sync_folder(folder: Path) -> None:
-    """Put the names in a folder on the disk: a file that was synced may otherwise be lost with its name."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

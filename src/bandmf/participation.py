@@ -9,13 +9,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations, pairwise
+from typing import NamedTuple
 
 from bandmf import _check
+
+
+class Spacing(NamedTuple):
+    """How often an example can take part, and the fewest steps between two of its participations."""
+
+    participations: int
+    separation: int
 
 
 @dataclass(frozen=True)
 class Single:
     """Each example takes part in at most one step."""
+
+    def spacing(self, steps: int) -> Spacing:
+        """Once; the next time would come after the end."""
+        return Spacing(1, steps)
 
     def patterns(self, steps: int) -> Iterator[tuple[int, ...]]:
         """Every largest permitted pattern."""
@@ -36,6 +48,10 @@ class MinSeparation:
     def __post_init__(self) -> None:
         for name in ("max_participations", "separation"):
             object.__setattr__(self, name, _check.whole(name, getattr(self, name)))
+
+    def spacing(self, steps: int) -> Spacing:
+        """What these limits come to in `steps` steps."""
+        return Spacing(self.count(steps), min(self.separation, steps))
 
     def count(self, steps: int) -> int:
         """How often an example can really take part in `steps` steps."""
@@ -71,6 +87,10 @@ class FixedEpochs:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "epochs", _check.whole("epochs", self.epochs))
+
+    def spacing(self, steps: int) -> Spacing:
+        """Once an epoch, an epoch apart."""
+        return Spacing(self.epochs, self.separation(steps))
 
     def separation(self, steps: int) -> int:
         """Steps between two participations: the length of an epoch."""

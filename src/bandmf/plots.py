@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib.figure import Figure
 
-from bandmf._check import FloatArray
+from bandmf._types import FloatArray
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours: told apart by every kind of colour vision.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+# Okabe and Ito's colors: told apart by every kind of color vision.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
 
 def save(figure: Figure, path: str | Path) -> Path:
@@ -30,7 +30,7 @@ def panels(count: int, width: float = 5.2, height: float = 3.8) -> tuple[Figure,
     for axis in axes:
         axis.grid(alpha=0.3, linewidth=0.6)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.set_prop_cycle(color=COLOURS)
+        axis.set_prop_cycle(color=COLORS)
     return figure, axes
 
 
@@ -57,7 +57,7 @@ def bands(curve: list[tuple[int, float]], chosen: int, names: dict[int, str], ti
     figure, (axis,) = panels(1)
     axis.loglog(*zip(*curve, strict=True), marker="o", markersize=4)
     axis.plot(
-        chosen, dict(curve)[chosen], "o", color=COLOURS[1], markersize=10, label=f"chosen: {chosen} bands"
+        chosen, dict(curve)[chosen], "o", color=COLORS[1], markersize=10, label=f"chosen: {chosen} bands"
     )
     for place, error in curve:
         if place in names:
@@ -77,7 +77,7 @@ def mechanisms(epsilons: tuple[float, ...], curves: dict[str, list[float]], titl
     styles = ("-", "--", ":")
     by_last = sorted(curves.items(), key=lambda item: -item[1][-1])
     for place, (name, ratios) in enumerate(by_last):
-        style = styles[place // len(COLOURS) % len(styles)]
+        style = styles[place // len(COLORS) % len(styles)]
         axis.loglog(epsilons, ratios, style, marker="o", markersize=3.5, label=name)
     axis.set_xticks(epsilons, [f"{epsilon:g}" for epsilon in epsilons])
     axis.set_xticks([], minor=True)
@@ -125,11 +125,11 @@ def noise_costs(curves: dict[str, list[tuple[int, float, float]]], title: str) -
 def accuracy(curves: dict[str, list[tuple[tuple[int, ...], tuple[float, ...]]]], title: str) -> Figure:
     """Test accuracy against step, by mechanism: the mean of all runs, and each run faintly."""
     figure, (axis,) = panels(1, width=6.2, height=4.0)
-    for colour, (name, runs) in zip(COLOURS, curves.items(), strict=False):
+    for color, (name, runs) in zip(COLORS, curves.items(), strict=False):
         for steps, values in runs:
-            axis.plot(steps, values, color=colour, alpha=0.25, linewidth=1)
+            axis.plot(steps, values, color=color, alpha=0.25, linewidth=1)
         mean = np.mean([values for _, values in runs], axis=0)
-        axis.plot(runs[0][0], mean, color=colour, marker="o", markersize=4, label=f"{name}: {mean[-1]:.1%}")
+        axis.plot(runs[0][0], mean, color=color, marker="o", markersize=4, label=f"{name}: {mean[-1]:.1%}")
     axis.set(xlabel="step", ylabel="test accuracy", title=title)
     axis.legend(frameon=False, loc="lower right")
     return figure

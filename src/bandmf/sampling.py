@@ -19,18 +19,39 @@ from __future__ import annotations
 
 import hashlib
 import math
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from bandmf import _check
-from bandmf.noise.chacha import Keystream
-from bandmf.noise.key import Key
-from bandmf.participation import FixedEpochs, MinSeparation, Single
-from bandmf.planning.plans import Plan
+from bandmf.accounting.events import Event, one_release
+from bandmf.participation import MinSeparation, Participation
+from bandmf.randomness.key import Key
+from bandmf.randomness.stream import Indices, Permutation, Stream
 
-Indices = npt.NDArray[np.int64]
+_ORDER, _SIZES = 0, 1  # numbers of the streams of the partition key; those of the sampling key are the steps
+
+
+class SampledPlan(Protocol):
+    """What a sampler must know of a plan."""
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def bands(self) -> int: ...
+    @property
+    def examples(self) -> int | None: ...
+    @property
+    def batch_size(self) -> float: ...
+    @property
+    def sampling_probability(self) -> float: ...
+    @property
+    def adjacency(self) -> str: ...
+    @property
+    def max_batch_size(self) -> int | None: ...
+    @property
+    def participation(self) -> Participation | None: ...
 
 
 class Sampler(Protocol):
@@ -41,10 +62,12 @@ class Sampler(Protocol):
 
     def batch(self, step: int) -> Indices: ...
     @property
-    def identity(self) -> dict[str, Any]: ...
+    def events(self) -> tuple[Event, ...]: ...
+    @property
+    def provenance(self) -> dict[str, Any]: ...
 
 
-def sampler(plan: Plan, key: Key, examples: int | None = None) -> Sampler:
+def sampler(plan: SampledPlan, key: Key, examples: int | None = None) -> Sampler:
     """The sampler of a plan, for a data set with this many examples (by default the plan's own number).
 
     >>> import bandmf
@@ -64,13 +87,15 @@ def sampler(plan: Plan, key: Key, examples: int | None = None) -> Sampler:
             f"must be the plan's examples={plan_examples}",
             "make a plan for this data",
         )
-    return CyclicPoisson(plan, key) if plan.amplified else FixedOrder(plan, key, plan_examples)
+    if plan.participation is None:
+        return CyclicPoisson(plan, key)
+    return FixedOrder(plan, key, plan_examples)
 
 
 class CyclicPoisson:
     """Cyclic Poisson sampling: the part `step mod bands`, each of its examples with the plan's probability."""
 
-    def __init__(self, plan: Plan, key: Key) -> None:
+    def __init__(self, plan: SampledPlan, key: Key) -> None:
         assert plan.examples is not None
         self.examples, self.steps, self.parts = plan.examples, plan.steps, plan.bands
         self.probability = plan.sampling_probability
@@ -78,8 +103,8 @@ class CyclicPoisson:
         self._key = key.derive("sampling")
         partition = key.derive("partition")
         self._bounds = self._draw_bounds(partition)
-        self._identity = _describe(self, partition, probability=self.probability, adjacency=self.adjacency)
-        self._arrange = Permutation(partition, self.examples) if self.parts > 1 else None
+        self._provenance = _describe(self, partition, probability=self.probability, adjacency=self.adjacency)
+        self._arrange = Permutation(Stream(partition, _ORDER), self.examples) if self.parts > 1 else None
 
     def _draw_bounds(self, key: Key) -> Indices:
         """Where each part begins in the permuted data: independent uniform assignments have multinomial sizes."""
@@ -91,22 +116,18 @@ class CyclicPoisson:
         return np.concatenate([[0], np.cumsum(sizes)])
 
     @property
-    def events(self) -> list[dict[str, Any]]:
-        """What `bandmf.accounting` must be told of these batches; where parts differ in size, the worst counts."""
-        event: dict[str, Any] = {
-            "sampling_probability": self.probability,
-            "rounds": -(-self.steps // self.parts),
-            "adjacency": self.adjacency,
-        }
+    def events(self) -> tuple[Event, ...]:
+        """What the accountant must be told of these batches; where parts differ in size, the worst counts."""
+        event = Event(self.probability, -(-self.steps // self.parts), self.adjacency)
         if self.max_batch_size is None:
-            return [event]
+            return (event,)
         sizes = np.unique(np.diff(self._bounds)).tolist()
-        return [{**event, "max_batch_size": self.max_batch_size, "examples": size} for size in sizes]
+        return tuple(replace(event, max_batch_size=self.max_batch_size, examples=size) for size in sizes)
 
     @property
-    def identity(self) -> dict[str, Any]:
-        """What the ledger records: two samplers with this identity and the same key draw the same batches."""
-        return self._identity
+    def provenance(self) -> dict[str, Any]:
+        """What the ledger records: two samplers with this provenance and the same key draw the same batches."""
+        return self._provenance
 
     def part(self, number: int) -> Indices:
         """The examples of one part, in increasing order: O(examples / bands), for inspection."""
@@ -134,26 +155,24 @@ class FixedOrder:
     `participation` is what really happens, never more than the plan's own.
     """
 
-    def __init__(self, plan: Plan, key: Key, examples: int) -> None:
-        assert plan.participation is not None
-        self.examples, self.steps = examples, plan.steps
+    def __init__(self, plan: SampledPlan, key: Key, examples: int) -> None:
+        self.examples, self.steps, self.adjacency = examples, plan.steps, plan.adjacency
         self._most = math.ceil(plan.batch_size)
         self.parts = self._cycle(plan, examples)
         self._bounds = _even_bounds(examples, self.parts)
         partition = key.derive("partition")
-        self._arrange = Permutation(partition, examples)
-        self._identity = _describe(self, partition, batch_size=self._most)
+        self._arrange = Permutation(Stream(partition, _ORDER), examples)
+        self._provenance = _describe(self, partition, batch_size=self._most)
 
     @staticmethod
-    def _cycle(plan: Plan, examples: int) -> int:
+    def _cycle(plan: SampledPlan, examples: int) -> int:
         """After how many steps the same examples come again."""
         allowed = plan.participation
-        if isinstance(allowed, Single):
-            return plan.steps
-        if isinstance(allowed, FixedEpochs):
-            return allowed.separation(plan.steps)
-        assert isinstance(allowed, MinSeparation)
-        cycle = max(allowed.separation, math.ceil(examples / plan.batch_size))
+        assert allowed is not None
+        separation = allowed.spacing(plan.steps).separation
+        if not isinstance(allowed, MinSeparation):
+            return separation
+        cycle = max(separation, math.ceil(examples / plan.batch_size))
         if (times := -(-plan.steps // cycle)) > allowed.max_participations:
             raise _check.fail(
                 "max_participations", allowed.max_participations,
@@ -164,14 +183,19 @@ class FixedOrder:
         return cycle
 
     @property
+    def events(self) -> tuple[Event, ...]:
+        """One release: no sampling counts."""
+        return (one_release(self.adjacency),)
+
+    @property
     def participation(self) -> MinSeparation:
         """How often and how far apart an example really takes part."""
         return MinSeparation(-(-self.steps // self.parts), self.parts)
 
     @property
-    def identity(self) -> dict[str, Any]:
-        """What the ledger records: two samplers with this identity and the same key draw the same batches."""
-        return self._identity
+    def provenance(self) -> dict[str, Any]:
+        """What the ledger records: two samplers with this provenance and the same key draw the same batches."""
+        return self._provenance
 
     def batch(self, step: int) -> Indices:
         """The examples of a step, in increasing order."""
@@ -198,73 +222,6 @@ def poisson_sample(stream: Stream, size: int, probability: float) -> Indices:
         last = int(chosen[-1][-1])
     positions = np.concatenate(chosen)
     return positions[: np.searchsorted(positions, size)]
-
-
-class Permutation:
-    """A pseudorandom permutation of 0 .. size-1, applied to arrays of numbers without listing it.
-
-    A Feistel network over pairs (row, column): in turns the row moves by a random function of the column and
-    the column by one of the row. The functions are tables of about sqrt(size) entries, filled from ChaCha20.
-    The grid has a few places more than `size`; who lands there walks on. Small sets are shuffled outright.
-
-    >>> sorted(Permutation(Key(bytes(32)), 10)(np.arange(10)).tolist())
-    [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
-    """
-
-    ROUNDS = 12
-    SMALL = 1 << 16
-
-    def __init__(self, key: Key, size: int) -> None:
-        self.size = size
-        self._order: Indices | None = None
-        stream = Stream(key, _ORDER)
-        if size <= self.SMALL:
-            self._order = np.argsort(stream.words(size), kind="stable").astype(np.int64)
-            return
-        self._rows = math.isqrt(size - 1) + 1
-        self._columns = -(-size // self._rows)
-        sizes = (self._columns, self._rows), (self._rows, self._columns)
-        self._tables = [
-            (stream.words(domain) % np.uint64(values)).astype(np.int64)
-            for _ in range(self.ROUNDS // 2)
-            for domain, values in sizes
-        ]
-
-    def __call__(self, numbers: Indices) -> Indices:
-        """Where these numbers go."""
-        if self._order is not None:
-            return self._order[numbers]
-        image = self._once(np.asarray(numbers, np.int64))
-        while (outside := image >= self.size).any():
-            image[outside] = self._once(image[outside])
-        return image
-
-    def _once(self, numbers: Indices) -> Indices:
-        row, column = np.divmod(numbers, self._columns)
-        for by_column, by_row in zip(self._tables[::2], self._tables[1::2], strict=True):
-            row = (row + by_column[column]) % self._rows
-            column = (column + by_row[row]) % self._columns
-        return row * self._columns + column
-
-
-_ORDER, _SIZES = 0, 1  # numbers of the streams of the partition key; those of the sampling key are the steps
-
-
-class Stream:
-    """The 64-bit words of one numbered ChaCha20 stream, one after the other."""
-
-    def __init__(self, key: Key, number: int) -> None:
-        self._keystream = Keystream(key.secret)
-        self._nonce = (number & 0xFFFFFFFF, number >> 32, 0)
-        self._block = 0
-
-    def words(self, count: int) -> npt.NDArray[np.uint64]:
-        """The next words; what is left of the last block is dropped."""
-        blocks = -(-count // 8)
-        out = np.empty(16 * blocks, np.uint32)
-        self._keystream.fill(out, self._nonce, self._block)
-        self._block += blocks
-        return out.view(np.uint64)[:count]
 
 
 def _even_bounds(examples: int, parts: int) -> Indices:

@@ -6,7 +6,7 @@ An example contributes a vector u_i with |u_i| <= 1 at each step i of its patter
 
 Choosing u_i = +-u bounds it from below, sum |X_ij| from above; where the two meet the value is exact.
 They meet whenever the signs can be chosen so that every product is positive, for instance when X >= 0 on
-the pattern, or when only neighbouring participations interact (a chain can always be signed).
+the pattern, or when only neighboring participations interact (a chain can always be signed).
 
 Guarantees: the value returned is never below the true sensitivity, and `exact` is only said where the two
 bounds meet.
@@ -20,13 +20,13 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import sparse
 
-from bandmf import _check
-from bandmf._check import FloatArray, IntArray
+from bandmf import _check, band_columns
+from bandmf._types import FloatArray, IntArray
 from bandmf.participation import FixedEpochs, MinSeparation, Participation, Single
 from bandmf.strategies import Strategy
 from bandmf.strategies.base import spaced_toeplitz_norm
 
-# Entries of X, and operations to compute them, beyond which the tighter bounds are too dear.
+# Entries of X, and operations to compute them, beyond which the tighter bounds are too expensive.
 _MOST_ENTRIES, _MOST_OPERATIONS = 2**28, 2**37
 
 
@@ -138,7 +138,7 @@ def _min_separation(strategy: Strategy, participation: MinSeparation) -> Sensiti
     if n * bands <= _MOST_ENTRIES and n * bands * (bands if theta is None else 1) <= _MOST_OPERATIONS:
         lags = _lagged_gram(strategy)
         if count == 2 or 2 * separation >= bands:
-            return Sensitivity(_chain(lags, separation, count), True, "neighbours interact (chain)")
+            return Sensitivity(_chain(lags, separation, count), True, "neighbors interact (chain)")
         bounds.append((_column_scores(lags, separation, count), "sum of column bounds"))
     value, method = min(bounds)
     return Sensitivity(value, False, method)
@@ -184,14 +184,14 @@ def _lagged_gram(strategy: Strategy) -> FloatArray:
             sums = np.abs(np.cumsum(theta[: len(theta) - lag] * theta[lag:]))
             lags[lag:, lag] = sums[np.minimum(n - 1 - np.arange(lag, n), len(sums) - 1)]
         return lags
-    columns = strategy.columns()
+    gram = band_columns.gram(strategy.columns())
     for lag in range(bands):
-        lags[lag:, lag] = np.abs(np.sum(columns[: n - lag, lag:] * columns[lag:, : bands - lag], axis=1))
+        lags[lag:, lag] = np.abs(gram[: n - lag, lag])
     return lags
 
 
 def _chain(lags: FloatArray, separation: int, count: int) -> float:
-    """max over patterns of sum |X_ij| when only neighbours in the pattern interact. Exact, O(n k b)."""
+    """max over patterns of sum |X_ij| when only neighbors in the pattern interact. Exact, O(n k b)."""
     n, bands = lags.shape
     best = lags[:, 0].copy()  # best[j]: over patterns whose last participation is j
     for _ in range(count - 1):

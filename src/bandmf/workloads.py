@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 from scipy.signal import lfilter
 
-from bandmf import _check, streaming
-from bandmf._check import FloatArray
+from bandmf import _check, band_columns, streaming
+from bandmf._types import FloatArray
 from bandmf.streaming import StreamingOperator
 
 
@@ -31,10 +33,22 @@ class Workload:
     coefficients: Callable[[int], FloatArray] | None = None
     limit: float | None = None
     inverse_columns: Callable[[int, int], FloatArray] | None = None
+    recipe: tuple[str, dict[str, Any]] | None = None  # the function here that makes it again, for files
+
+    @property
+    def is_prefix(self) -> bool:
+        """Whether these are plain running sums, which some strategies have closed forms for."""
+        return self.coefficients is np.ones
 
     def materialize(self) -> FloatArray:
         """A as a matrix: for small sizes."""
         return self.operator.materialize(self.steps)
+
+    def __reduce__(self) -> Any:
+        """Made again from its recipe: the functions in it cannot be pickled."""
+        if self.recipe is None:
+            raise TypeError(f"workload={self.name!r}: an operator of your own cannot be pickled")
+        return from_recipe, (self.recipe, self.steps)
 
     def require_steps(self, steps: int) -> None:
         """Refuse to be combined with a strategy of another length."""
@@ -51,7 +65,7 @@ def prefix(steps: int) -> Workload:
     """
     steps = _check.whole("steps", steps)
     inverse = _toeplitz_columns(np.array([1.0, -1.0]), steps)
-    return Workload("prefix", steps, streaming.prefix(), np.ones, 1.0, inverse)
+    return Workload("prefix", steps, streaming.prefix(), np.ones, 1.0, inverse, ("prefix", {}))
 
 
 def momentum(
@@ -82,6 +96,7 @@ def momentum(
         lambda count: lfilter([1.0], polynomial, np.eye(1, count)[0]),
         1 / (1 - beta) if keep == 1 else 0.0,
         _toeplitz_columns(polynomial, steps),
+        ("momentum", {"momentum": beta, "weight_decay": decay}),
     )
 
 
@@ -107,6 +122,7 @@ def _scheduled_momentum(steps: int, beta: float, rates: FloatArray, decay: float
         steps,
         streaming.momentum(rates, beta, decay),
         inverse_columns=inverse,
+        recipe=("momentum", {"momentum": beta, "learning_rates": rates, "weight_decay": decay}),
     )
 
 
@@ -130,12 +146,20 @@ def toeplitz(coefficients: FloatArray, steps: int) -> Workload:
 
     operator = streaming.banded(_toeplitz_row(given), len(given), steps)
     limit = 0.0 if len(given) < steps else None
-    return Workload("Toeplitz", steps, operator, first_column, limit, _banded_inverse(given, steps))
+    recipe = "toeplitz", {"coefficients": given}
+    return Workload("Toeplitz", steps, operator, first_column, limit, _banded_inverse(given, steps), recipe)
 
 
 def streaming_operator(operator: StreamingOperator, steps: int, name: str = "operator") -> Workload:
     """Any streaming operator as a workload."""
     return Workload(name, _check.whole("steps", steps), operator)
+
+
+def from_recipe(recipe: tuple[str, dict[str, Any]], steps: int) -> Workload:
+    """The workload that `recipe` describes: the name of a function here, and its arguments."""
+    kind, arguments = recipe
+    makers = {"prefix": prefix, "momentum": momentum, "toeplitz": toeplitz}
+    return makers[_check.choice("workload", kind, tuple(makers))](steps=steps, **arguments)
 
 
 def cooldown(steps: int, final: float = 0.05, fraction: float = 0.25) -> FloatArray:
@@ -157,9 +181,7 @@ def _toeplitz_row(coefficients: FloatArray) -> Callable[[int], FloatArray]:
 
 
 def _toeplitz_columns(coefficients: FloatArray, steps: int) -> Callable[[int, int], FloatArray]:
-    """Compact columns of the Toeplitz matrix with these coefficients, cut off at the end."""
-    width = np.arange(len(coefficients))
-    return lambda start, stop: np.where(width < (steps - np.arange(start, stop))[:, None], coefficients, 0.0)
+    return partial(band_columns.toeplitz_columns, coefficients, steps)
 
 
 def _banded_inverse(coefficients: FloatArray, steps: int) -> Callable[[int, int], FloatArray] | None:

@@ -18,11 +18,12 @@ import math
 from functools import partial
 
 from bandmf import _check
-from bandmf.accounting import record, search
+from bandmf.accounting import accountant
 from bandmf.accounting.cache import cached
-from bandmf.accounting.setting import ADJACENCIES, MAX_EPSILON, MIN_EPSILON, checked_setting
+from bandmf.accounting.calibrate import calibrate
+from bandmf.accounting.events import ADJACENCIES, MAX_EPSILON, MIN_EPSILON, Event, checked_delta
 
-__all__ = ["ADJACENCIES", "epsilon", "noise_multiplier"]
+__all__ = ["ADJACENCIES", "Event", "calibrated", "epsilon", "noise_multiplier", "spent"]
 
 
 def noise_multiplier(
@@ -58,23 +59,8 @@ def noise_multiplier(
     >>> round(noise_multiplier(1.0, 1e-6, 1.0, 1), 3)
     4.225
     """
-    target = _check.real(
-        "epsilon",
-        epsilon,
-        MIN_EPSILON,
-        MAX_EPSILON,
-        remedy="a larger epsilon protects nothing, a smaller one cannot be certified",
-    )
-    setting = checked_setting(delta, sampling_probability, rounds, adjacency, max_batch_size, examples)
-    sampled_ever = -math.expm1(setting.rounds * math.log1p(-min(setting.sampling_probability, 1 - 1e-16)))
-    if setting.delta >= sampled_ever:
-        raise _check.fail(
-            "delta",
-            delta,
-            f"must be below {sampled_ever:g}, the probability that an example is sampled at all",
-            "lower delta: this budget would be met without any noise",
-        )
-    return cached("noise_multiplier", setting, target, partial(search.calibrate, setting, target))
+    event = Event(sampling_probability, rounds, adjacency, max_batch_size, examples)
+    return calibrated(event, epsilon, delta)
 
 
 def epsilon(
@@ -96,6 +82,28 @@ def epsilon(
     >>> round(epsilon(3.0, 1e-6, 0.1, 512), 4)
     3.7697
     """
+    event = Event(sampling_probability, rounds, adjacency, max_batch_size, examples)
+    return spent(event, noise_multiplier, delta)
+
+
+def calibrated(event: Event, epsilon: float, delta: float) -> float:
+    """The smallest noise multiplier with which this event meets (epsilon, delta)."""
+    target, delta = checked_epsilon(epsilon), checked_delta(delta, event)
+    sampled_ever = -math.expm1(event.rounds * math.log1p(-min(event.sampling_probability, 1 - 1e-16)))
+    if delta >= sampled_ever:
+        raise _check.fail(
+            "delta",
+            delta,
+            f"must be below {sampled_ever:g}, the probability that an example is sampled at all",
+            "lower delta: this budget would be met without any noise",
+        )
+    verdict_on = partial(_verdict, event, delta)
+    search = partial(calibrate, event, delta, target, verdict_on)
+    return cached("noise_multiplier", event, delta, target, search)
+
+
+def spent(event: Event, noise_multiplier: float, delta: float) -> float:
+    """The epsilon of this event with this noise multiplier, at `delta`."""
     sigma = _check.real(
         "noise_multiplier",
         noise_multiplier,
@@ -104,5 +112,15 @@ def epsilon(
         open_low=True,
         remedy="without noise there is no privacy to account for",
     )
-    setting = checked_setting(delta, sampling_probability, rounds, adjacency, max_batch_size, examples)
-    return cached("epsilon", setting, sigma, partial(record.evaluate, setting, sigma))
+    return _verdict(event, checked_delta(delta, event), sigma)
+
+
+def _verdict(event: Event, delta: float, sigma: float) -> float:
+    """What the accountant says, once for all processes."""
+    return cached("epsilon", event, delta, sigma, partial(accountant.evaluate, event, delta, sigma))
+
+
+def checked_epsilon(epsilon: float) -> float:
+    """`epsilon`, if it is one that means something and can be certified."""
+    remedy = "a larger epsilon protects nothing, a smaller one cannot be certified"
+    return _check.real("epsilon", epsilon, MIN_EPSILON, MAX_EPSILON, remedy=remedy)

@@ -6,22 +6,23 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from bandmf.accounting.setting import Setting
+from bandmf._files import write_whole
+from bandmf.accounting.events import Event
 
 _SCHEME = 1  # raise it when the same inputs could give another number: old cache entries are then ignored
 
 
-def cached(quantity: str, setting: Setting, value: float, compute: Callable[[], float]) -> float:
+def cached(quantity: str, event: Event, delta: float, value: float, compute: Callable[[], float]) -> float:
     """What an earlier call, of any process, found for the same inputs; else compute and keep it."""
     question = {
         "quantity": quantity,
         "of": value,
-        **asdict(setting),
+        "delta": delta,
+        **asdict(event),
         "scheme": _SCHEME,
         "dp_accounting": importlib.metadata.version("dp-accounting"),
     }
@@ -72,13 +73,6 @@ def _write(path: Path, question: str, answer: float) -> None:
     entry = {"question": json.loads(question), "answer": answer, "seal": _seal(question, answer)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent)
-        try:
-            with os.fdopen(descriptor, "w") as file:
-                json.dump(entry, file)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_whole(path, json.dumps(entry).encode())
     except OSError:
         pass

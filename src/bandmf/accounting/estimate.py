@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy import fft
 
-from bandmf._check import FloatArray
-from bandmf.accounting.setting import MAX_EPSILON, Setting
+from bandmf._types import FloatArray
+from bandmf.accounting.events import MAX_EPSILON, Event, scatter, usable_delta
 
 DEFAULT_INTERVAL = 1e-4  # dp_accounting's own value_discretization_interval
 INTERVALS = tuple(float(f"{digit}e{exponent}") for exponent in range(0, -10, -1) for digit in (5, 2, 1))
@@ -27,12 +27,12 @@ class _Losses(NamedTuple):
     masses: FloatArray
 
 
-def round_losses(setting: Setting, sigma: float) -> _Losses:
+def round_losses(event: Event, sigma: float) -> _Losses:
     """The privacy loss of one round, for a fine grid of noise values (spectrally accurate)."""
-    if setting.unsampled:
-        return _mixture_losses(sigma / math.sqrt(setting.rounds), 1.0, setting.adjacency == "replace")
-    bites, q_then = setting.truncation
-    usual = _mixture_losses(sigma, setting.sampling_probability, setting.adjacency == "replace")
+    if event.unsampled:
+        return _mixture_losses(sigma / math.sqrt(event.rounds), 1.0, event.adjacency == "replace")
+    bites, q_then = event.truncation
+    usual = _mixture_losses(sigma, event.sampling_probability, event.adjacency == "replace")
     if not bites:
         return usual
     swapped = _mixture_losses(sigma / 2, q_then, replace=True)
@@ -94,14 +94,15 @@ def _bounds(losses: _Losses, rounds: int, delta: float) -> tuple[float, float]:
     return -bounds[0], bounds[1]
 
 
-def interval(setting: Setting, losses: _Losses, tolerance: float = TIGHT) -> float | None:
+def interval(event: Event, delta: float, losses: _Losses, tolerance: float = TIGHT) -> float | None:
     """The coarsest grid for the accountant that exceeds epsilon by about `tolerance`; None beyond 200.
 
     The excess falls at least linearly with the interval, so two estimates tell it. Where a fine grid is cheap
-    a tenth of the tolerance is demanded, where it is dear up to five times as much granted. All intervals
+    a tenth of the tolerance is demanded, where it is expensive up to five times as much granted. All intervals
     down to the default are multiples of it: a coarser grid can then only report more.
     """
-    rounds, delta = setting.compositions, setting.usable_delta
+    rounds, blur = event.compositions, scatter(event, delta)
+    delta = usable_delta(event, delta)
     low, high = _bounds(losses, rounds, delta)
     if high > 3 * MAX_EPSILON:
         return None
@@ -113,7 +114,7 @@ def interval(setting: Setting, losses: _Losses, tolerance: float = TIGHT) -> flo
     for interval, finer in pairwise(candidates):
         value = estimate(finer)
         price = min(max((width / finer / 40_000) ** 2, 0.1), 5.0)  # a point costs 10 to 20 microseconds
-        tolerated = tolerance * price + setting.scatter
+        tolerated = tolerance * price + blur
         if excessive - value <= tolerated / 2 * value:
             return interval if value <= MAX_EPSILON else None
         if finer <= DEFAULT_INTERVAL:
@@ -127,16 +128,16 @@ def interval(setting: Setting, losses: _Losses, tolerance: float = TIGHT) -> flo
     return candidates[-1]
 
 
-def hopeless(setting: Setting, sigma: float) -> bool:
+def hopeless(event: Event, sigma: float) -> bool:
     """Whether one sampled round loses far more than 200: not worth the memory to say how much."""
-    return sigma < 0.02 * (math.sqrt(setting.rounds) if setting.unsampled else 1)
+    return sigma < 0.02 * (math.sqrt(event.rounds) if event.unsampled else 1)
 
 
-def rough(setting: Setting, interval: float, sigma: float) -> float:
+def rough(event: Event, delta: float, interval: float, sigma: float) -> float:
     """The estimate on a given grid."""
-    if hopeless(setting, sigma):
+    if hopeless(event, sigma):
         return math.inf
-    losses = round_losses(setting, sigma)
-    if _bounds(losses, setting.compositions, setting.usable_delta)[1] > 3 * MAX_EPSILON:
+    losses, delta = round_losses(event, sigma), usable_delta(event, delta)
+    if _bounds(losses, event.compositions, delta)[1] > 3 * MAX_EPSILON:
         return math.inf
-    return _estimate(losses, setting.compositions, setting.usable_delta, interval)
+    return _estimate(losses, event.compositions, delta, interval)

@@ -13,7 +13,7 @@ from rich.table import Table
 from bandmf import plots
 from bandmf.cli import show
 from bandmf.planning.compare import Comparison, compare
-from bandmf.planning.search import plan
+from bandmf.planning.planner import plan
 
 _EXAMPLE = "Example: bandmf compare --steps 2048 --epochs 8 --epsilon 4 --delta 1e-8 --plot compare.png"
 _EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)

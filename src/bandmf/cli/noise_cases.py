@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from bandmf._check import FloatArray
+from bandmf._types import FloatArray
 from bandmf.noise.schedule import best_lookahead
 
 INDEPENDENT = "independent noise"

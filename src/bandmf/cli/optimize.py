@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from bandmf import optimize as optimizers
 from bandmf import plots, strategies, workloads
-from bandmf._check import FloatArray
+from bandmf._types import FloatArray
 from bandmf.cli import show
 from bandmf.error import max_error, per_step_error, rmse
 from bandmf.optimize.solution import Solution, Watcher
+from bandmf.participation import FixedEpochs, Participation
 from bandmf.workloads import Workload
 
 _EXAMPLE = "Example: bandmf optimize --steps 4096 --bands 16 --family banded --plot strategy.png"
@@ -31,6 +32,16 @@ class Family(StrEnum):
     inverse_plus_constant = "inverse-plus-constant"
 
 
+# Which of the options each family has a use for; workload and participation are for the optimizer to judge.
+_OPTIONS = {
+    Family.toeplitz: ("bands", "objective", "normalize"),
+    Family.inverse_plus_constant: ("bands", "objective", "normalize"),
+    Family.horizon: ("bands", "objective"),
+    Family.banded: ("bands", "objective", "gap"),
+    Family.dense: ("bands", "objective", "gap"),
+}
+
+
 class Normalize(StrEnum):
     """What to do about the columns of a Toeplitz strategy."""
 
@@ -41,32 +52,41 @@ class Normalize(StrEnum):
 
 def optimize(
     steps: Annotated[int, typer.Option(help="Training steps n.")],
-    bands: Annotated[int, typer.Option(help="Bands b of the strategy.")] = 16,
-    family: Annotated[Family, typer.Option(help="Which strategies to search.")] = Family.toeplitz,
-    epochs: Annotated[int, typer.Option(help="Participations of each example (dense only).")] = 1,
+    bands: Annotated[
+        int | None, typer.Option(help="Bands b of the strategy [default: 16; dense: all].")
+    ] = None,
+    family: Annotated[Family | None, typer.Option(help="Strategies to search [default: toeplitz].")] = None,
+    epochs: Annotated[int, typer.Option(help="Participations of each example, evenly spaced.")] = 1,
     momentum: Annotated[float, typer.Option(help="Measure the error on SGD with this momentum.")] = 0.0,
     schedule: Annotated[str, typer.Option(help="Learning rates: constant, cooldown or cosine.")] = "constant",
-    objective: Annotated[str, typer.Option(help="mean, max or last.")] = "mean",
-    normalize: Annotated[Normalize, typer.Option(help="Unit columns (Toeplitz).")] = Normalize.optimized,
-    gap: Annotated[float | None, typer.Option(help="Stop when proved this close to the best.")] = None,
+    objective: Annotated[str | None, typer.Option(help="mean, max or last [default: mean].")] = None,
+    normalize: Annotated[Normalize | None, typer.Option(help="Unit columns (Toeplitz families).")] = None,
+    gap: Annotated[
+        float | None, typer.Option(help="Stop when proved this close to the best (banded, dense).")
+    ] = None,
     load: Annotated[Path | None, typer.Option(help="Show this strategy file instead of searching.")] = None,
     save: Annotated[Path | None, typer.Option(help="Write the strategy to this file (.npz).")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a figure (.png, .svg, .pdf).")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     workload = _workload(steps, momentum, schedule)
+    participation = FixedEpochs(epochs) if epochs != 1 else None
+    choices = {"bands": bands, "objective": objective, "normalize": normalize, "gap": gap}
+    given = {name: value for name, value in choices.items() if value is not None}
     if load is not None:
+        refuse_options({**given, **({} if family is None else {"family": family})}, "with --load")
         strategy, solution = strategies.load(load), None
     else:
-        with show.status(f"optimising {family.value}") as line:
+        family = family or Family.toeplitz
+        with show.status(f"optimizing {family.value}") as line:
 
             def watch(iteration: int, loss: float, x: FloatArray) -> bool:
                 line.update(f"iteration {iteration}: error {math.exp(loss / 2):.6f}")
                 return False
 
-            solution = _solve(family, steps, bands, epochs, workload, objective, normalize, gap, watch)
+            solution = _solve(family, steps, workload, participation, given, watch)
         strategy = solution.strategy
-    result = _describe(strategy, workload, solution)
+    result = _describe(strategy, workload, participation, solution)
     if save is not None:
         result["saved"] = str(strategies.save(strategy, save))
     if plot is not None:
@@ -77,7 +97,10 @@ def optimize(
         show.print_pairs("Strategy", {name.replace("_", " "): _text(value) for name, value in result.items()})
 
 
-optimize.__doc__ = f"Find the best noise-correlation strategy and prove how good it is.\n\n{_EXAMPLE}"
+optimize.__doc__ = (
+    "Find the best noise-correlation strategy (with --family banded or dense, prove how good it is)."
+    f"\n\n{_EXAMPLE}"
+)
 
 
 def _workload(steps: int, momentum: float, schedule: str) -> Workload:
@@ -90,40 +113,65 @@ def _workload(steps: int, momentum: float, schedule: str) -> Workload:
     return workloads.momentum(steps, momentum, None if rates is None else rates(steps))
 
 
+def refuse_options(given: dict[str, Any], where: str) -> None:
+    """Fail, naming the first option that has no meaning there."""
+    for name, value in given.items():
+        raise ValueError(f"{name}={value!s}: has no meaning {where}; leave --{name} out")
+
+
 def _solve(
     family: Family,
     steps: int,
-    bands: int,
-    epochs: int,
     workload: Workload,
-    objective: str,
-    normalize: Normalize,
-    gap: float | None,
+    participation: Participation | None,
+    given: dict[str, Any],
     watch: Watcher,
 ) -> Solution:
-    if family is Family.banded:
-        return optimizers.banded(steps, bands, workload, objective, gap=gap, watch=watch)
-    if family is Family.dense:
-        return optimizers.dense(steps, epochs, workload, objective, gap=gap, watch=watch)
-    if family is Family.horizon:
-        return optimizers.horizon(steps, bands, workload)
-    if family is Family.inverse_plus_constant:
-        return optimizers.inverse_plus_constant(steps, bands, normalize is not Normalize.no)
-    mode = False if normalize is Normalize.no else normalize.value
-    return optimizers.banded_toeplitz(steps, bands, workload, objective, mode, watch=watch)
+    """Run the optimizer of this family; what it cannot honor is refused, by it or here."""
+    refuse_options(
+        {name: given[name] for name in given if name not in _OPTIONS[family]}, f"for {family.value}"
+    )
+    options: dict[str, Any] = {
+        "objective": given.get("objective", "mean"),
+        "workload": workload,
+        "participation": participation,
+    }
+    proof: dict[str, Any] = {"gap": given.get("gap"), "watch": watch}
+    bands, normalize = given.get("bands", 16), given.get("normalize", Normalize.optimized)
+    match family:
+        case Family.banded:
+            return optimizers.banded(steps, bands, **options, **proof)
+        case Family.dense:
+            return optimizers.dense(steps, bands=given.get("bands"), **options, **proof)
+        case Family.horizon:
+            return optimizers.horizon(steps, bands, **options)
+        case Family.inverse_plus_constant:
+            if normalize is Normalize.after:
+                raise ValueError(
+                    "normalize=after: this family is normalized inside the search; use optimized or no"
+                )
+            normalized = normalize is Normalize.optimized
+            return optimizers.inverse_plus_constant(steps, bands, normalize_columns=normalized, **options)
+        case Family.toeplitz:
+            mode = False if normalize is Normalize.no else normalize.value
+            return optimizers.banded_toeplitz(steps, bands, normalize_columns=mode, watch=watch, **options)
 
 
 def _describe(
-    strategy: strategies.Strategy, workload: Workload, solution: Solution | None
+    strategy: strategies.Strategy,
+    workload: Workload,
+    participation: Participation | None,
+    solution: Solution | None,
 ) -> dict[str, object]:
+    measured: dict[str, Any] = {"workload": workload, "participation": participation}
     result: dict[str, object] = {
         "family": type(strategy).__name__,
         "steps": strategy.steps,
         "bands": strategy.bands,
         "workload": workload.name,
-        "rmse": solution.rmse if solution else rmse(strategy, workload),
-        "max_error": max_error(strategy, workload),
-        "independent_noise_rmse": rmse(strategies.Identity(strategy.steps), workload),
+        "rmse": solution.rmse if solution else rmse(strategy, **measured),
+        "max_error": max_error(strategy, **measured),
+        "independent_noise_rmse": rmse(strategies.Identity(strategy.steps), **measured),
     }
     if solution is not None:
         result |= {
@@ -156,8 +204,8 @@ def _plot(strategy: strategies.Strategy, workload: Workload, path: Path) -> Path
         for step in dict.fromkeys((0, n // 2, max(0, n - strategy.bands // 2 - 1)))
     }
     errors = {
-        f"{strategy.bands} bands": per_step_error(strategy, workload),
-        "independent noise": per_step_error(strategies.Identity(n), workload),
+        f"{strategy.bands} bands": per_step_error(strategy, workload=workload),
+        "independent noise": per_step_error(strategies.Identity(n), workload=workload),
     }
     figure = plots.strategy(shown, errors, f"{type(strategy).__name__}, {n} steps, {strategy.bands} bands")
     return plots.save(figure, path)

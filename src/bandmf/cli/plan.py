@@ -14,11 +14,21 @@ from bandmf.cli import show
 from bandmf.participation import MinSeparation
 from bandmf.planning import Candidate, Plan
 from bandmf.planning import plan as make_plan
+from bandmf.planning.request import training_steps
 
 _EXAMPLE = (
     "Example: bandmf plan --epsilon 4 --delta 1e-8 --examples 1000000 --batch-size 500 --steps 16384 "
     "--save plan.json --plot plan.png"
 )
+
+
+_NAMES = {
+    "dp_sgd_ratio": "DP-SGD's error, relative",
+    "full_batch_ratio": "full-batch DP-SGD's, relative",
+    "rmse": "RMSE",
+    "mean_rmse": "RMSE of means",
+    "memory": "noise memory per device",
+}
 
 
 def plan(
@@ -31,15 +41,21 @@ def plan(
     parameters: Annotated[int | None, typer.Option(help="Trainable parameters of the model.")] = None,
     memory: Annotated[str | None, typer.Option(help="Memory for noise on each device, e.g. 1GB.")] = None,
     devices: Annotated[int, typer.Option(help="Devices that share the noise.")] = 1,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda: where the noise will run [default: the larger].")
+    ] = None,
     bands: Annotated[int | None, typer.Option(help="Fix the bands instead of choosing them.")] = None,
-    momentum: Annotated[float, typer.Option(help="Optimise for SGD with this momentum.")] = 0.0,
+    momentum: Annotated[float, typer.Option(help="Optimize for SGD with this momentum.")] = 0.0,
     max_batch_size: Annotated[int | None, typer.Option(help="Cut larger batches to this size.")] = None,
     adjacency: Annotated[str, typer.Option(help="add-remove, zero-out or replace.")] = "add-remove",
     noise_multiplier: Annotated[float | None, typer.Option(help="Fix sigma instead of epsilon.")] = None,
     max_participations: Annotated[
-        int | None, typer.Option(help="No amplification: each user at most so often (with --separation).")
+        int | None,
+        typer.Option(help="Plan without amplification: most participations per user (with --separation)."),
     ] = None,
-    separation: Annotated[int | None, typer.Option(help="... and so many steps apart.")] = None,
+    separation: Annotated[
+        int | None, typer.Option(help="Fewest steps between two participations of a user.")
+    ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Say in words what is guaranteed.")] = False,
     save: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw error against bands (.png, .svg, .pdf).")] = None,
@@ -50,8 +66,10 @@ def plan(
     participation = None
     if max_participations is not None and separation is not None:
         participation = MinSeparation(max_participations, separation)
-    workload = workloads.momentum(steps, momentum) if momentum and steps else None
-    with show.status("weighing bands") as line:
+    workload = None
+    if momentum:
+        workload = workloads.momentum(training_steps(steps, epochs, batch_size, examples), momentum)
+    with show.status("evaluating candidates") as line:
 
         def progress(candidate: Candidate) -> None:
             line.update(f"{candidate.bands} bands: RMSE {candidate.rmse:.5g}")
@@ -66,6 +84,7 @@ def plan(
             parameters=parameters,
             memory=memory,
             devices=devices,
+            device=device,
             bands=bands,
             workload=workload,
             max_batch_size=max_batch_size,
@@ -99,12 +118,13 @@ def _figure(made: Plan) -> Figure:
 
 
 def _print(made: Plan) -> None:
-    show.print_pairs("Plan", {name.replace("_", " "): _text(value) for name, value in made.summary().items()})
-    table = Table(title="What was weighed", title_justify="left", box=None, padding=(0, 2))
+    named = {_NAMES.get(name, name.replace("_", " ")): value for name, value in made.summary().items()}
+    show.print_pairs("Plan", {name: _text(name, value) for name, value in named.items()})
+    table = Table(title="Candidates", title_justify="left", box=None, padding=(0, 2))
     for name in ("bands", "noise multiplier", "RMSE", "against the plan", "noise memory per device"):
         table.add_column(name, justify="right")
     for c in made.candidates:
-        memory = "" if c.memory is None else f"{c.memory / 1e9:.3g} GB"
+        memory = "" if c.memory is None else show.size(c.memory)
         mark = "chosen" if c.bands == made.bands else f"{c.rmse / made.rmse:.3f}x"
         table.add_row(str(c.bands), f"{c.noise_multiplier:.4f}", f"{c.rmse:.5g}", mark, memory)
     show.console.print(table)
@@ -120,5 +140,7 @@ def _print(made: Plan) -> None:
     show.console.print("The accountant confirms epsilon =", f"{made.spent():.6g}; see also --explain.")
 
 
-def _text(value: object) -> str:
+def _text(name: str, value: object) -> str:
+    if "memory" in name and isinstance(value, float):
+        return show.size(value)
     return "-" if value is None else f"{value:.7g}" if isinstance(value, float) else str(value)

@@ -21,6 +21,19 @@ def print_json(result: dict[str, Any]) -> None:
     print(json.dumps(result, indent=2, allow_nan=True))
 
 
+def size(count: float) -> str:
+    """A number of bytes for people.
+
+    >>> size(8e9), size(1500)
+    ('8 GB', '1.5 kB')
+    """
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
 def print_pairs(title: str, rows: dict[str, str]) -> None:
     """A table of names and values."""
     table = Table(title=title, show_header=False, title_justify="left", box=None, padding=(0, 2))

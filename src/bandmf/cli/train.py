@@ -12,13 +12,14 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from bandmf import _check, datasets, plots
+from bandmf import _check, plots
 from bandmf.cli import show
+from bandmf.demo import datasets
 from bandmf.planning import Plan
 from bandmf.planning import plan as make_plan
 
 if TYPE_CHECKING:
-    from bandmf.torch.demo import History
+    from bandmf.demo.training import History
 
 _EXAMPLE = "Example: bandmf train --epsilon 8 --epochs 4 --plot train.png"
 
@@ -48,11 +49,11 @@ def train(
     epochs: Annotated[float | None, typer.Option(help="Passes over the data.")] = None,
     clip_norm: Annotated[float, typer.Option(help="Clip norm of each example's gradient.")] = 1.0,
     seeds: Annotated[
-        int | None, typer.Option(help="Runs of each mechanism, with different first weights.")
+        int | None, typer.Option(help="Runs of each mechanism, each from a different initialization.")
     ] = None,
     learning_rates: Annotated[
         str | None,
-        typer.Option(help="Tried for both mechanisms alike, in a run each; the best of each counts."),
+        typer.Option(help="Comma-separated rates; each mechanism uses its best."),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw accuracy against step.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -99,8 +100,8 @@ def _rates(text: str) -> list[float]:
 def _tune_and_run(
     images: datasets.Images, plan: Plan, name: str, rates: list[float], seeds: int, clip_norm: float
 ) -> tuple[float, list[History]]:
-    """The learning rate that is best in a run of its own, and runs with it from other first weights."""
-    from bandmf.torch import demo
+    """The best learning rate, by one run for each, and runs with it from other initializations."""
+    from bandmf.demo import training
 
     spent = Spent(plan)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
@@ -115,7 +116,7 @@ def _tune_and_run(
                 text = f"{name} step {step} loss {loss:.3f} epsilon {spent.at(step)} {speed:.0f} steps/s"
                 progress.update(task, advance=1, description=text)
 
-            return demo.train(images, plan, rate, seed, clip_norm=clip_norm, listen=listen)
+            return training.train(images, plan, rate, seed, clip_norm=clip_norm, listen=listen)
 
         best = max(rates, key=lambda rate: run(rate, 0).final)
         return best, [run(best, seed) for seed in range(1, seeds + 1)]

@@ -1,5 +1,5 @@
 """All of bandmf that needs JAX."""
 
-from bandmf.jax.engine import Engine, State
+from bandmf.jax.noise.engine import Engine, State
 
 __all__ = ["Engine", "State"]

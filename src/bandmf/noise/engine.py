@@ -17,10 +17,12 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from bandmf import _check
-from bandmf.noise import state as checks
-from bandmf.noise.key import Key
+from bandmf._deprecated import renamed_arguments
+from bandmf.noise import checks
 from bandmf.noise.normals import Float32, Source, chunks
+from bandmf.noise.provenance import Provenance
 from bandmf.noise.schedule import Schedule, Step
+from bandmf.randomness.key import Key
 from bandmf.strategies.base import Strategy
 
 S = TypeVar("S")
@@ -40,7 +42,7 @@ class Engine(Protocol[S]):
 class State:
     """The state of a run: how many steps were taken and, per tensor, the vectors that later noise needs."""
 
-    identity: checks.Identity
+    provenance: Provenance
     history: dict[str, Float32]
     prepared: dict[str, Float32]
     step: int = 0
@@ -59,28 +61,36 @@ class NumpyEngine:
     >>> state.step
     1
 
-    `lookahead=1` saves memory (bands - 1 vectors instead of bands - 1 + T) at the price of speed;
-    `rounds=12` is a weaker, faster cipher on GPUs (on the CPU 20 is the fast one).
+    `lookahead=1` saves memory (bands - 1 vectors instead of bands - 1 + T) at the price of speed, and
+    `max_vectors` caps it (`plan.max_vectors`, for a plan with a memory limit);
+    `cipher_rounds=12` is a weaker, faster cipher on GPUs (on the CPU 20 is the fast one).
     """
 
+    @renamed_arguments(rounds="cipher_rounds")
     def __init__(
-        self, strategy: Strategy, key: Key | None = None, *, rounds: int = 20, lookahead: int | None = None
+        self,
+        strategy: Strategy,
+        key: Key | None = None,
+        *,
+        cipher_rounds: int = 20,
+        lookahead: int | None = None,
+        max_vectors: int | None = None,
     ) -> None:
-        self.schedule = Schedule(strategy, lookahead)
+        self.schedule = Schedule(strategy, lookahead, max_vectors=max_vectors)
         self.key = Key() if key is None else key
-        self.rounds = rounds
-        self._identity = checks.Identity.of(self.schedule, self.key, rounds, {})
-        self._source = Source(self.key.derive("noise").secret, rounds)
+        self.cipher_rounds = cipher_rounds
+        self._provenance = Provenance.of(self.schedule, self.key, cipher_rounds, {})
+        self._source = Source(self.key.derive("noise").secret, cipher_rounds)
 
     def init(self, shapes: Mapping[str, Any]) -> State:
         """The state before the first step, for tensors of these (global) shapes."""
-        identity = self._identity.with_shapes(shapes)
+        provenance = self._provenance.with_shapes(shapes)
         history, prepared = {}, {}
-        for name, shape in identity.shapes:
+        for name, shape in provenance.shapes:
             size = int(np.prod(shape))
             history[name] = np.zeros((self.schedule.slots, size), np.float32)
             prepared[name] = np.empty((self._prepared_rows, size), np.float32)
-        return State(identity, history, prepared)
+        return State(provenance, history, prepared)
 
     @property
     def _prepared_rows(self) -> int:
@@ -92,7 +102,7 @@ class NumpyEngine:
         scale = _check.real("scale", scale, 0)
         self._prepare(state)
         step = self.schedule.step(state.step, state.refreshed)
-        for name, tensor in state.identity.tensors.items():
+        for name, tensor in state.provenance.tensors.items():
             gradient = gradients[name]
             flat = gradient.reshape(-1)  # a copy where the gradient is not contiguous
             advance(self._source, step, tensor, state.history[name], state.prepared[name], flat, scale)
@@ -115,8 +125,8 @@ class NumpyEngine:
         state.refreshed = base
 
     def _check(self, state: State, gradients: Mapping[str, Any]) -> None:
-        shapes = dict(state.identity.shapes)
-        self._identity.expect(state.identity)
+        shapes = dict(state.provenance.shapes)
+        self._provenance.expect(state.provenance)
         checks.check_step(state.step, self.schedule.steps)
         checks.check_names(shapes, gradients)
         for name, shape in shapes.items():
@@ -133,11 +143,11 @@ class NumpyEngine:
     def state_dict(self, state: State) -> dict[str, Any]:
         """What a restart needs: arrays and plain values. The key is not in it, only its fingerprint."""
         history = {name: vectors.copy() for name, vectors in state.history.items()}
-        return {"step": state.step, "identity": state.identity.dumps(), "history": history}
+        return {"step": state.step, "provenance": state.provenance.dumps(), "history": history}
 
     def load_state_dict(self, state: State, saved: Mapping[str, Any]) -> State:
         """`state` (fresh from init) brought to where `saved` was; prepared sums are computed again."""
-        state.identity.expect(checks.Identity.loads(saved["identity"]), shapes=True)
+        state.provenance.expect(Provenance.loads(saved["provenance"]), shapes=True)
         step = _check.whole("saved['step']", saved["step"], 0, self.schedule.steps, "steps")
         for name, vectors in state.history.items():
             if saved["history"][name].shape != vectors.shape:

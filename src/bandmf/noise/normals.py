@@ -20,8 +20,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from bandmf.noise import chacha
-from bandmf.noise.chacha import Words
+from bandmf.randomness import chacha
+from bandmf.randomness.chacha import Words
 
 VERSION = 1
 GROUP = 2048
@@ -39,7 +39,7 @@ def nonce(step: int, tensor: int) -> tuple[int, int, int]:
 
 
 def reference(
-    secret: bytes, step: int, tensor: int, start: int, stop: int, rounds: int = 20
+    secret: bytes, step: int, tensor: int, start: int, stop: int, cipher_rounds: int = 20
 ) -> npt.NDArray[np.float64]:
     """z for the coordinates start ... stop - 1, with the logarithm and so on in double precision: the oracle.
 
@@ -48,7 +48,7 @@ def reference(
     """
     first, last = start // GROUP, -(-stop // GROUP)
     counters = np.arange(first * BLOCKS, last * BLOCKS, dtype=np.uint64).astype(np.uint32)
-    words = chacha.block(chacha.key_words(secret), nonce(step, tensor), counters, rounds)
+    words = chacha.block(chacha.key_words(secret), nonce(step, tensor), counters, cipher_rounds)
     high, low, angle = np.moveaxis(words.reshape(-1, 3, PAIRS), 1, 0)
     odd = low | np.uint32(1)
     u = high.astype(np.float32) * np.float32(2.0**-32) + odd.astype(np.float32) * np.float32(2.0**-64)
@@ -68,8 +68,8 @@ class Source:
 
     CHUNK = 32 * GROUP  # scratch of 1 MB, about the second level of cache
 
-    def __init__(self, secret: bytes, rounds: int = 20) -> None:
-        self._keystream = chacha.Keystream(secret, rounds)
+    def __init__(self, secret: bytes, cipher_rounds: int = 20) -> None:
+        self._keystream = chacha.Keystream(secret, cipher_rounds)
         groups = self.CHUNK // GROUP
         self._words = np.empty((groups, 3, PAIRS), np.uint32)
         self._radius = np.empty((groups, PAIRS), np.float32)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """Runs of consecutive coordinates, all of `length`, in rising order; local order is run by run.
+    """Spans of consecutive coordinates, all of `length`, in rising order; local order is span by span.
 
     >>> Region.box((4, 6), offset=(1, 2), shape=(2, 3)).coordinates(0, 6)
     array([ 8,  9, 10, 14, 15, 16])
@@ -32,7 +32,7 @@ class Region:
         if math.prod(shape) == 0:
             return Region.span(0, 0)
         dimensions = len(whole)
-        # Trailing dimensions held in full make runs longer; the first cut one ends them.
+        # Trailing dimensions held in full make spans longer; the first cut one ends them.
         cut = next((k for k in reversed(range(dimensions)) if shape[k] != whole[k]), 0)
         strides = [math.prod(whole[k + 1 :]) for k in range(dimensions)]
         starts = np.zeros(1, np.int64)
@@ -43,7 +43,7 @@ class Region:
         return Region(starts + first, math.prod(shape[cut:]))._joined()
 
     def _joined(self) -> Region:
-        """One run where the runs touch, as they do when only the first dimension is cut."""
+        """One span where the spans touch, as they do when only the first dimension is cut."""
         if len(self.starts) > 1 and np.all(np.diff(self.starts) == self.length):
             return Region(self.starts[:1], self.length * len(self.starts))
         return self

@@ -32,6 +32,9 @@ from bandmf.noise.normals import Float32
 from bandmf.strategies.base import BufferRecurrence, InputRecurrence, OutputRecurrence, Strategy
 
 MAX_LOOKAHEAD = 16
+INNER = {"cpu": None, "cuda": 4}  # steps of the inner level: the fused kernels have so many accumulators
+DEVICES = tuple(INNER)
+BYTES_PER_NUMBER = 4  # history and prepared sums are float32
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,16 @@ def best_lookahead(bands: int, inner: int | None = None) -> int:
     return min(MAX_LOOKAHEAD, round(math.sqrt(2 * bands)))
 
 
+def vectors_held(strategy: Strategy, device: str | None = None, max_vectors: int | None = None) -> int:
+    """Vectors of the model's size that an engine keeps there; for None the device that keeps more."""
+    devices = DEVICES if device is None else (device,)
+    return max(Schedule(strategy, inner=INNER[kind], max_vectors=max_vectors).vectors for kind in devices)
+
+
 class Schedule:
     """The steps of a strategy, with look-ahead `lookahead` (chosen if None, 1 for none) and `inner` level.
+
+    `max_vectors` caps the memory: the look-ahead is then chosen as large as fits.
 
     >>> from bandmf.strategies import BandedToeplitz
     >>> schedule = Schedule(BandedToeplitz([1.0, 0.5], 8, normalize_columns=False))
@@ -69,12 +80,18 @@ class Schedule:
     Step(draws=((3, 1.0),), reads=((0, -0.5),), prepared=None, store=0, decays=(), forward=())
     """
 
-    def __init__(self, strategy: Strategy, lookahead: int | None = None, inner: int | None = None) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        lookahead: int | None = None,
+        inner: int | None = None,
+        max_vectors: int | None = None,
+    ) -> None:
         self.strategy = strategy
         self.steps = strategy.steps
         self.recurrence = strategy.recurrence
         self.slots = self._slots()
-        self.lookahead = self._lookahead(lookahead, inner)
+        self.lookahead = self._lookahead(lookahead, inner, max_vectors)
         self.inner = min(inner or self.lookahead, self.lookahead)
 
     def _slots(self) -> int:
@@ -86,13 +103,19 @@ class Schedule:
             case InputRecurrence():
                 return 0
 
-    def _lookahead(self, wanted: int | None, inner: int | None) -> int:
+    def _lookahead(self, wanted: int | None, inner: int | None, max_vectors: int | None) -> int:
+        room = MAX_LOOKAHEAD if max_vectors is None else max_vectors - self.slots
+        if room < 0:
+            raise _check.fail(
+                "max_vectors", max_vectors, f"the history alone takes {self.slots} vectors", "use fewer bands"
+            )
         if not isinstance(self.recurrence, OutputRecurrence):
             return _check.whole("lookahead", wanted or 1, 1, 1, "1 (only banded C looks ahead)")
         # A pass may run only as far ahead as the ring is long, or it would need vectors that are gone.
         limit = max(1, min(self.slots, MAX_LOOKAHEAD))
         if wanted is None:
-            return min(best_lookahead(self.slots + 1, inner), limit)
+            best = min(best_lookahead(self.slots + 1, inner), limit, room)
+            return best if best > 1 else 1
         return _check.whole("lookahead", wanted, 1, limit, f"{limit} (bands - 1, at most {MAX_LOOKAHEAD})")
 
     def base(self, i: int) -> int:

@@ -1,13 +1,12 @@
-"""Optimisers: which strategy of a family has the least error, and how that is known."""
+"""Optimizers: which strategy of a family has the least error, and how that is known."""
 
 from bandmf.optimize.banded import banded, parameterized
+from bandmf.optimize.banded_inverse import banded_inverse
 from bandmf.optimize.buffered import buffered_toeplitz
 from bandmf.optimize.dense import dense
 from bandmf.optimize.federated import averaged_banded_toeplitz, robust_banded_toeplitz
-from bandmf.optimize.gradient_free import inverse_plus_constant
 from bandmf.optimize.horizon import horizon
-from bandmf.optimize.inverse import banded_inverse
-from bandmf.optimize.lti import lti
+from bandmf.optimize.one_parameter import inverse_plus_constant, lti
 from bandmf.optimize.solution import Solution
 from bandmf.optimize.toeplitz import banded_toeplitz, stretch
 

@@ -1,7 +1,7 @@
 """The best general banded strategy, with a proof of how good it is.
 
-Every entry of the band is free; the columns are scaled to norm one (the paper's parameterisation), so the
-sensitivity is one and the loss is the error alone. Loss and gradient cost O(n b^2) (covariance.py). The same
+Every entry of the band is free; the columns are scaled to norm one (the paper's parameterization), so the
+sensitivity is one and the loss is the error alone. Loss and gradient cost O(n b^2) (error/band_covariance.py). The same
 loss serves a user's own family of strategies: any function from parameters to band entries.
 """
 
@@ -12,30 +12,33 @@ from collections.abc import Callable
 
 import numpy as np
 
-from bandmf import _check, workloads
-from bandmf._check import FloatArray
-from bandmf.covariance import BandCovariance, banded_product, banded_product_adjoint
+from bandmf import _check, band_columns, workloads
+from bandmf._deprecated import once_positional
+from bandmf._types import FloatArray
 from bandmf.error import per_step_error
+from bandmf.error.band_covariance import BandCovariance
+from bandmf.optimize import arguments
 from bandmf.optimize.certificate import lower_bound, optimality_gap
 from bandmf.optimize.horizon import horizon_columns
-from bandmf.optimize.minimax import Weighted, minimax
-from bandmf.optimize.objectives import Objective, parse
+from bandmf.optimize.objectives import Objective, Weighted, minimax, parse
 from bandmf.optimize.solution import Clock, Descent, Solution, Watcher, descend
+from bandmf.participation import Participation
 from bandmf.strategies import Banded, BandedToeplitz
 from bandmf.strategies.square_root import square_root_coefficients
 from bandmf.workloads import Workload
 
+_SEVERAL = "use optimize.banded_toeplitz with at most as many bands as the separation"
 DEFAULT_GAP = {"mean": 1e-4, "weighted": 1e-4, "last": 1e-4, "max": 1e-2}
 
 
 class NormalizedLoss:
-    """log of the objective of the column-normalised band, and its gradient."""
+    """log of the objective of the column-normalized band, and its gradient."""
 
     def __init__(self, workload: Workload) -> None:
         if workload.inverse_columns is None:
             raise ValueError(
                 f"workload={workload.name!r}: its inverse is not banded, so a banded strategy cannot be "
-                "optimised for it at scale; use optimize.dense for up to a few thousand steps"
+                "optimized for it at scale; use optimize.dense for up to a few thousand steps"
             )
         self.inverse = workload.inverse_columns(0, workload.steps)
 
@@ -43,20 +46,22 @@ class NormalizedLoss:
         """At any band entries with zeros past the end; scaling a column changes nothing."""
         norms = np.linalg.norm(entries, axis=1, keepdims=True)
         C = entries / norms
-        covariance = BandCovariance(banded_product(C, self.inverse))
+        covariance = BandCovariance(band_columns.product(C, self.inverse))
         value, weights = objective.smooth(covariance.errors)
         d_product, _ = covariance.gradient(weights)
-        d_C = banded_product_adjoint(d_product, self.inverse, entries.shape[1])
+        d_C = band_columns.product_adjoint(d_product, self.inverse, entries.shape[1])
         d_entries = (d_C - C * np.sum(C * d_C, axis=1, keepdims=True)) / norms
         return math.log(value), d_entries / value
 
 
+@once_positional("workload", "objective")
 def banded(
     steps: int,
     bands: int,
-    workload: Workload | None = None,
-    objective: str | FloatArray = "mean",
     *,
+    workload: Workload | None = None,
+    participation: Participation | None = None,
+    objective: str | FloatArray = "mean",
     gap: float | None = None,
     max_iterations: int = 2000,
     watch: Watcher | None = None,
@@ -71,22 +76,23 @@ def banded(
     >>> round(solution.rmse, 10), solution.optimality_gap < 1e-4
     (1.6626907595, True)
     """
-    steps = _check.whole("steps", steps)
-    bands = _check.whole("bands", bands, 1, steps, f"steps={steps}")
-    workload = workloads.prefix(steps) if workload is None else workload
-    workload.require_steps(steps)
+    steps, bands = arguments.sizes(steps, bands)
+    workload = arguments.workload_for(workload, steps)
+    arguments.require_single(participation, _SEVERAL)
     search = _Search(lambda x: x, lambda x, slope: slope, workload, parse(objective, steps), watch)
     start = _best_start(steps, bands, workload, search.loss)
     return search.run(start, gap, max_iterations)
 
 
+@once_positional("workload", "objective")
 def parameterized(
     entries: Callable[[FloatArray], FloatArray],
     pullback: Callable[[FloatArray, FloatArray], FloatArray],
     start: FloatArray,
-    workload: Workload | None = None,
-    objective: str | FloatArray = "mean",
     *,
+    workload: Workload | None = None,
+    participation: Participation | None = None,
+    objective: str | FloatArray = "mean",
     gap: float | None = None,
     max_iterations: int = 1000,
     watch: Watcher | None = None,
@@ -94,7 +100,7 @@ def parameterized(
     """The best member of a family of your own.
 
     `entries(parameters)` returns the band, shape (steps, bands), entry [j, r] = C[j + r, j], of any column
-    norms (they are normalised) and zero past the end; `pullback(parameters, slope)` the gradient with
+    norms (they are normalized) and zero past the end; `pullback(parameters, slope)` the gradient with
     respect to the parameters from that with respect to the band. The gap is to the best of *all* strategies
     with as many bands, so it shows what the family gives away.
 
@@ -105,8 +111,8 @@ def parameterized(
     """
     start = _check.array("start", start, 1)
     band = _check.array("entries(start)", entries(start), 2)
-    workload = workloads.prefix(len(band)) if workload is None else workload
-    workload.require_steps(len(band))
+    workload = arguments.workload_for(workload, len(band))
+    arguments.require_single(participation, _SEVERAL)
     search = _Search(entries, pullback, workload, parse(objective, len(band)), watch)
     return search.run(start, gap, max_iterations)
 
@@ -135,7 +141,7 @@ class _ProofSchedule:
 
 
 class _Search:
-    """A descent over a parameterised band that ends once the proved gap is what was asked for."""
+    """A descent over a parameterized band that ends once the proved gap is what was asked for."""
 
     def __init__(
         self,
@@ -165,7 +171,7 @@ class _Search:
         descent = self._descend(start, self.goal, max_iterations, proved)
         strategy, errors = self._examine(descent.x)
         found = self._gap(strategy, errors)
-        return self._solution(strategy, errors, found, descent.iterations, descent)
+        return self._solution(strategy, errors, found, descent)
 
     def _minimax(self, start: FloatArray, gap: float, max_iterations: int) -> Solution:
         x, per_round = start, 40
@@ -183,7 +189,7 @@ class _Search:
         reached = best.gap <= gap
         message = "largest error and lower bound meet" if reached else f"gap={gap:g} not reached"
         descent = Descent(best.candidate, 0.0, best.iterations, reached, message)
-        return self._solution(strategy, errors, best.gap, best.iterations, descent)
+        return self._solution(strategy, errors, best.gap, descent)
 
     def _descend(self, x: FloatArray, goal: Objective, max_iterations: int, proved: Watcher) -> Descent:
         def value(x: FloatArray) -> tuple[float, FloatArray]:
@@ -200,24 +206,15 @@ class _Search:
     def _examine(self, x: FloatArray) -> tuple[Banded, FloatArray]:
         band = self.entries(x)
         strategy = Banded(band / np.linalg.norm(band, axis=1, keepdims=True))
-        return strategy, per_step_error(strategy, self.workload)
+        return strategy, per_step_error(strategy, workload=self.workload)
 
     def _gap(self, strategy: Banded, errors: FloatArray) -> float:
         return optimality_gap(strategy, self.workload, errors, self.goal)
 
-    def _solution(
-        self, strategy: Banded, errors: FloatArray, gap: float, iterations: int, descent: Descent
-    ) -> Solution:
-        return Solution(
-            strategy=strategy,
-            rmse=math.sqrt(np.mean(errors)),
-            objective=math.sqrt(self.goal.value(errors)),
-            optimality_gap=gap,
-            iterations=iterations,
-            seconds=self.clock.seconds(),
-            converged=descent.converged,
-            message=f"proved within {gap:.2g} of the best {strategy.bands}-banded; {descent.message}",
-        )
+    def _solution(self, strategy: Banded, errors: FloatArray, gap: float, descent: Descent) -> Solution:
+        descent.message = f"proved within {gap:.2g} of the best {strategy.bands}-banded; {descent.message}"
+        mean, objective = math.sqrt(np.mean(errors)), math.sqrt(self.goal.value(errors))
+        return Solution.of(strategy, mean, descent, self.clock, objective=objective, gap=gap)
 
 
 def _best_start(steps: int, bands: int, workload: Workload, loss: NormalizedLoss) -> FloatArray:

@@ -24,11 +24,14 @@ import numpy as np
 import numpy.typing as npt
 
 from bandmf import _check
-from bandmf._check import FloatArray
+from bandmf._deprecated import once_positional
+from bandmf._types import FloatArray
 from bandmf.error import max_error, rmse
+from bandmf.optimize import arguments
 from bandmf.optimize.solution import Clock, Descent, Solution, Watcher, descend
-from bandmf.participation import FixedEpochs, MinSeparation, Participation, Single
+from bandmf.participation import Participation, Single
 from bandmf.strategies import BufferedToeplitz
+from bandmf.workloads import Workload
 
 Numbers = npt.NDArray[np.complex128] | FloatArray
 MOST_BUFFERS = 10
@@ -38,12 +41,14 @@ _WORTH_A_BUFFER = 1e-7  # of the logarithm of the squared error
 _NARROWEST = 1e-6  # a pole and a zero this close cancel; closer, differences lose their digits
 
 
+@once_positional("participation", "objective")
 def buffered_toeplitz(
     steps: int,
     buffers: int,
+    *,
+    workload: Workload | None = None,
     participation: Participation | None = None,
     objective: str = "mean",
-    *,
     watch: Watcher | None = None,
 ) -> Solution:
     """The BLT of least error on running sums; `rmse` includes the sensitivity under `participation`.
@@ -58,32 +63,18 @@ def buffered_toeplitz(
     steps = _check.whole("steps", steps)
     buffers = _check.whole("buffers", buffers, 1, MOST_BUFFERS)
     goal = _check.choice("objective", objective, ("mean", "max"))
-    loss = _Loss(steps, *spacing(participation, steps), goal == "max")
+    if not arguments.workload_for(workload, steps).is_prefix:
+        raise ValueError(
+            "workload: a BLT is optimized for prefix sums only; leave it out, or use optimize.banded_inverse"
+        )
+    count, separation = (participation or Single()).spacing(steps)
+    loss = _Loss(steps, separation, count, goal == "max")
     descent = _best_descent(loss, buffers, watch)
     lam, _, omega, _ = _partial_fractions(descent.x)
     strategy = BufferedToeplitz(np.real(omega), 1 - np.real(lam), steps)
+    largest = max_error(strategy, participation=participation) if goal == "max" else None
     mean = rmse(strategy, participation=participation)
-    return Solution(
-        strategy=strategy,
-        rmse=mean,
-        objective=mean if goal == "mean" else max_error(strategy, participation=participation),
-        optimality_gap=None,
-        iterations=descent.iterations,
-        seconds=clock.seconds(),
-        converged=descent.converged,
-        message=descent.message,
-    )
-
-
-def spacing(participation: Participation | None, steps: int) -> tuple[int, int]:
-    """(separation, count) of the evenly spaced participations that are the worst for falling coefficients."""
-    match participation or Single():
-        case Single():
-            return steps, 1
-        case FixedEpochs(epochs) as fixed:
-            return fixed.separation(steps), epochs
-        case MinSeparation(separation=separation) as apart:
-            return separation, apart.count(steps)
+    return Solution.of(strategy, mean, descent, clock, objective=largest)
 
 
 def _best_descent(loss: _Loss, buffers: int, watch: Watcher | None) -> Descent:
@@ -114,9 +105,9 @@ def _with_one_more(x: FloatArray, loss: _Loss) -> FloatArray:
     """The lowest of many starts, each with a narrow pair of poles at another place."""
     low, logs = math.log(0.1 / loss.steps), _logs(x)
     starts = [
-        _from_logs(np.sort(np.append(logs, [centre - width, centre + width])))
+        _from_logs(np.sort(np.append(logs, [center - width, center + width])))
         for width in (0.3, 0.03, 0.003)
-        for centre in np.linspace(low, -2 * width, 100)
+        for center in np.linspace(low, -2 * width, 100)
     ]
     values = np.real(loss.value(np.array(starts)))
     return starts[int(np.argmin(np.where(np.isfinite(values), values, math.inf)))]

@@ -7,7 +7,7 @@ X*_ii <= 1, hence |X*_ij| <= 1, and X*_ij = 0 outside the band, so that by conve
     total(X*) >= total(X) - sum over ordered pairs |i - j| < b of max(S_ij (1 - X_ij), -S_ij (1 + X_ij)).
 
 S is the inverse of the banded matrix C' M D^-1 M' C, M = C A^-1; its entries in the band come from a block
-Cholesky factorisation and selected inversion in O(n b^2). The sum of S_ij X_ij over the band is `total`
+Cholesky factorization and selected inversion in O(n b^2). The sum of S_ij X_ij over the band is `total`
 again: a free check of the arithmetic, which is made every time.
 """
 
@@ -19,8 +19,9 @@ import numpy as np
 from scipy.linalg import solve_banded
 from scipy.linalg.lapack import dtrtri
 
-from bandmf._check import FloatArray
-from bandmf.covariance import band_of_blocks, banded_product, to_blocks
+from bandmf import band_columns
+from bandmf._types import FloatArray
+from bandmf.error.band_covariance import band_of_blocks, to_blocks
 from bandmf.optimize.objectives import Objective
 from bandmf.strategies import Strategy
 from bandmf.workloads import Workload
@@ -55,7 +56,7 @@ def lower_bound(columns: FloatArray, inverse: FloatArray, errors: FloatArray, we
 
 def _slack(S: FloatArray, columns: FloatArray, total: float) -> float:
     """The sum over the band, from compact columns of S and of C."""
-    X = _gram(columns)
+    X = band_columns.gram(columns)
     twice = np.full(S.shape[1], 2.0)
     twice[0] = 1.0
     check = float(np.sum(S * X * twice))
@@ -64,15 +65,6 @@ def _slack(S: FloatArray, columns: FloatArray, total: float) -> float:
             f"the certificate's self-test failed: sum of S X is {check:.9g}, total error is {total:.9g}"
         )
     return float(np.sum(np.maximum(S * (1 - X), -S * (1 + X)) * twice))
-
-
-def _gram(columns: FloatArray) -> FloatArray:
-    """Compact columns of C'C: entry [j, r] is X[j + r, j]."""
-    n, bands = columns.shape
-    X = np.zeros((n, bands))
-    for r in range(bands):
-        X[: n - r, r] = np.sum(columns[: n - r, r:] * columns[r:, : bands - r], axis=1)
-    return X
 
 
 def _rank_one_band(columns: FloatArray, inverse: FloatArray) -> FloatArray:
@@ -96,7 +88,7 @@ def _solve_transposed(columns: FloatArray, right: FloatArray) -> FloatArray:
 def _selected_inverse(columns: FloatArray, inverse: FloatArray, weights: FloatArray) -> FloatArray:
     """Compact columns, as many as bands, of S = (C' M D^-1 M' C)^-1."""
     n, bands = columns.shape
-    M = banded_product(columns, inverse)
+    M = band_columns.product(columns, inverse)
     size = max(bands + M.shape[1] - 2, 16)  # half-bandwidth: 2 (b - 1) + a
     diagonal, below = _normal_blocks(to_blocks(columns, size), to_blocks(M, size), weights)
     inverse_diagonal, inverse_below = _invert_block_tridiagonal(diagonal, below)

@@ -1,10 +1,10 @@
 """Dense algebra: the best strategy whose Gram matrix X = C'C has given zeros. Convex in X, n <= 2048 or so.
 
-    minimise tr(D A X^-1 A')   subject to   X_ii = 1,  X_ij = 0 off the mask,  X positive definite.
+    minimize tr(D A X^-1 A')   subject to   X_ii = 1,  X_ij = 0 off the mask,  X positive definite.
 
 With no mask this is the dense matrix mechanism (single participation). With the pattern's pairs masked out,
 X_ij = 0 for i = j + n/k, j + 2n/k, ..., an example that takes part once in each of k epochs has sensitivity
-exactly sqrt(k). With the band as mask it is the prior, explicit banded optimiser: the reference for
+exactly sqrt(k). With the band as mask it is the prior, explicit banded optimizer: the reference for
 optimize.banded.
 """
 
@@ -17,35 +17,38 @@ import numpy as np
 import numpy.typing as npt
 from scipy.linalg import LinAlgError, cho_solve, cholesky, eigh
 
-from bandmf import _check, workloads
-from bandmf._check import FloatArray
+from bandmf import _check, band_columns, workloads
+from bandmf._deprecated import once_positional
+from bandmf._types import FloatArray
+from bandmf.optimize import arguments
 from bandmf.optimize.banded import DEFAULT_GAP
 from bandmf.optimize.horizon import horizon_columns
-from bandmf.optimize.minimax import Weighted, minimax
-from bandmf.optimize.objectives import Objective, parse
+from bandmf.optimize.objectives import Objective, Weighted, minimax, parse
 from bandmf.optimize.solution import Clock, Descent, Solution, Watcher, descend
-from bandmf.participation import FixedEpochs
+from bandmf.participation import FixedEpochs, Participation, Single
 from bandmf.strategies import Dense
 from bandmf.workloads import Workload
 
-_LARGEST = 8192  # three n x n matrices and the optimiser's memory of them
+_LARGEST = 8192  # three n x n matrices and the optimizer's memory of them
 
 
+@once_positional("epochs", "workload", "objective")
 def dense(
     steps: int,
-    epochs: int = 1,
-    workload: Workload | None = None,
-    objective: str | FloatArray = "mean",
     *,
+    workload: Workload | None = None,
+    participation: Participation | None = None,
+    objective: str | FloatArray = "mean",
+    epochs: int | None = None,
     bands: int | None = None,
     gap: float | None = None,
     max_iterations: int = 1000,
     watch: Watcher | None = None,
 ) -> Solution:
-    """The best strategy for `epochs` participations, each example at the same place in every epoch.
+    """The best strategy for a participation in each of k epochs, always at the same place in the epoch.
 
-    `bands` restricts C to a band as well. Iterates until proved to be within `gap` of the best.
-    `solution.rmse` includes the sensitivity sqrt(epochs).
+    `epochs=k` is short for `participation=FixedEpochs(k)`. `bands` restricts C to a band as well. Iterates
+    until proved to be within `gap` of the best. `solution.rmse` includes the sensitivity sqrt(k).
 
     >>> solution = dense(64)
     >>> 2.0401 < solution.rmse < 2.2297, solution.optimality_gap < 1e-4  # nuclear-norm bound, FHU
@@ -53,10 +56,10 @@ def dense(
     """
     clock = Clock()
     steps = _check.whole("steps", steps, 1, _LARGEST, remedy="use optimize.banded for more steps")
-    length = FixedEpochs(_check.whole("epochs", epochs, 1, steps, f"steps={steps}")).separation(steps)
+    epochs = _epochs(epochs, participation, steps)
+    length = FixedEpochs(epochs).separation(steps)
     bands = steps if bands is None else _check.whole("bands", bands, 1, steps, f"steps={steps}")
-    workload = workloads.prefix(steps) if workload is None else workload
-    workload.require_steps(steps)
+    workload = arguments.workload_for(workload, steps)
     lag = np.abs(np.subtract.outer(np.arange(steps), np.arange(steps)))
     free = (lag % length > 0) & (lag < bands)
     goal = parse(objective, steps)
@@ -81,6 +84,19 @@ def dense(
     else:
         descent = _minimax(problem, smooth, gap, max_iterations)
     return problem.solution(descent, goal, epochs, clock)
+
+
+def _epochs(epochs: int | None, participation: Participation | None, steps: int) -> int:
+    """How often an example takes part: k of FixedEpochs(k), however it was given."""
+    if epochs is None:
+        if not isinstance(participation, (FixedEpochs, Single, type(None))):
+            raise _check.fail("participation", participation, "must be Single() or FixedEpochs(k)")
+        epochs = (participation or Single()).spacing(steps).participations
+    elif participation is not None:
+        raise _check.fail(
+            "epochs", epochs, "is short for participation=FixedEpochs(...)", "give one of the two"
+        )
+    return _check.whole("epochs", epochs, 1, steps, f"steps={steps}")
 
 
 def _minimax(
@@ -133,11 +149,7 @@ class Problem:
 
     def gram_values(self, columns: FloatArray) -> FloatArray:
         """The free entries of C'C for compact columns of C whose band has the zeros asked for."""
-        n, bands = columns.shape
-        X = np.zeros((n, n))
-        for r in range(bands):
-            np.fill_diagonal(X[r:], np.sum(columns[: n - r, r:] * columns[r:, : bands - r], axis=1))
-        return X[self.rows, self.columns]
+        return band_columns.materialize(band_columns.gram(columns))[self.rows, self.columns]
 
     def minimize(
         self, goal: Objective, start: FloatArray, gap: float, max_iterations: int, watch: Watcher | None
@@ -159,16 +171,9 @@ class Problem:
         # C'C = X with C lower triangular: Cholesky of X seen from the far corner.
         C = cholesky(X[::-1, ::-1], lower=True).T[::-1, ::-1]
         errors, _ = self.errors(descent.x)
-        return Solution(
-            strategy=Dense(np.tril(C)),
-            rmse=math.sqrt(epochs * np.mean(errors)),
-            objective=math.sqrt(epochs * goal.value(errors)),
-            optimality_gap=self.gap,
-            iterations=descent.iterations,
-            seconds=clock.seconds(),
-            converged=descent.converged,
-            message=f"proved within {self.gap:.2g} of the best with these zeros; {descent.message}",
-        )
+        descent.message = f"proved within {self.gap:.2g} of the best with these zeros; {descent.message}"
+        mean, objective = (math.sqrt(epochs * value) for value in (np.mean(errors), goal.value(errors)))
+        return Solution.of(Dense(np.tril(C)), mean, descent, clock, objective=objective, gap=self.gap)
 
 
 def fixed_point(

@@ -3,13 +3,13 @@
 A banded strategy is best when the separation is exactly its number of bands, and fragile when it is not. Two
 remedies (the paper's Appendix on federated training):
 
-    robust_banded_toeplitz      the paper's heuristic: optimise theta for the largest separation b, then let
+    robust_banded_toeplitz      the paper's heuristic: optimize theta for the largest separation b, then let
                                 it fade out from the smallest, b_0:  theta_i <- (b - i) / (b - b_0) theta_i
                                 for i >= b_0, counting from 1.
-    averaged_banded_toeplitz    what the paper leaves open: minimise the squared error itself, averaged over
+    averaged_banded_toeplitz    what the paper leaves open: minimize the squared error itself, averaged over
                                 the separations,  mean_s sensitivity_s(theta)^2 * error(theta).
 
-Both are plain Toeplitz (columns not normalised) with coefficients that never increase: then the sensitivity
+Both are plain Toeplitz (columns not normalized) with coefficients that never increase: then the sensitivity
 under any separation is exactly that of evenly spaced participations, |sum_m theta_{i - m s}|.
 """
 
@@ -21,14 +21,14 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from bandmf import _check
-from bandmf._check import FloatArray
+from bandmf._types import FloatArray
 from bandmf.error import mean_squared_error
+from bandmf.error.toeplitz import ToeplitzError, mean_weights
 from bandmf.optimize.solution import Clock, Descent, Solution, Watcher, descend
 from bandmf.optimize.toeplitz import banded_toeplitz
 from bandmf.participation import MinSeparation
 from bandmf.sensitivities import sensitivity
 from bandmf.strategies import BandedToeplitz
-from bandmf.toeplitz_error import ToeplitzError, mean_weights
 from bandmf.workloads import prefix
 
 
@@ -48,7 +48,8 @@ def robust_banded_toeplitz(
     largest = _check.whole("largest", largest, 1, steps, f"steps={steps}")
     smallest = _check.whole("smallest", smallest, 1, largest, f"largest={largest}")
     theta, plain = _faded(steps, smallest, largest, watch)
-    return _solution(theta, steps, range(smallest, largest + 1), max_participations, plain, clock)
+    found = Descent(theta, 0.0, plain.iterations, plain.converged, plain.message)
+    return _solution(found, steps, range(smallest, largest + 1), max_participations, clock)
 
 
 def averaged_banded_toeplitz(
@@ -80,7 +81,8 @@ def averaged_banded_toeplitz(
     theta[: len(faded)] = faded
     falls = np.maximum(-np.diff(theta, append=0.0), 1e-6 * theta[0])
     descent = descend(loss, np.sqrt(falls), tolerance=1e-11, watch=watch)
-    return _solution(loss.theta(descent.x), steps, wanted, max_participations, descent, clock)
+    descent.x = loss.theta(descent.x)
+    return _solution(descent, steps, wanted, max_participations, clock)
 
 
 class _AveragedLoss:
@@ -130,24 +132,9 @@ def _faded(
     return theta[: largest - 1] if smallest < largest else theta, plain
 
 
-def _solution(
-    theta: FloatArray,
-    steps: int,
-    separations: Sequence[int],
-    most: int,
-    found: Descent | Solution,
-    clock: Clock,
-) -> Solution:
-    strategy = BandedToeplitz(theta / np.linalg.norm(theta), steps, normalize_columns=False)
+def _solution(found: Descent, steps: int, separations: Sequence[int], most: int, clock: Clock) -> Solution:
+    """The solution with the coefficients that were found."""
+    strategy = BandedToeplitz(found.x / np.linalg.norm(found.x), steps, normalize_columns=False)
     reach = [sensitivity(strategy, MinSeparation(most, s)) for s in separations]
     average = math.sqrt(np.mean(np.square(reach)) * mean_squared_error(strategy))
-    return Solution(
-        strategy=strategy,
-        rmse=average,
-        objective=average,
-        optimality_gap=None,
-        iterations=found.iterations,
-        seconds=clock.seconds(),
-        converged=found.converged,
-        message=found.message,
-    )
+    return Solution.of(strategy, average, found, clock)

@@ -3,25 +3,36 @@
 Away from the first steps, the best column depends only on how many steps remain, and with m steps left it is
 very nearly the Toeplitz optimum for 2 m steps. So: Toeplitz optima at log-spaced horizons, interpolated in
 the logarithm of the horizon, every column scaled to norm one. O(b log n) numbers describe it; at n = 4096,
-b = 16 it is 0.05 percent above the best banded strategy (normalised Toeplitz: 0.30 percent).
+b = 16 it is 0.05 percent above the best banded strategy (normalized Toeplitz: 0.30 percent).
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from bandmf import _check, workloads
-from bandmf._check import FloatArray
+from bandmf import _check
+from bandmf._deprecated import once_positional
+from bandmf._types import FloatArray
 from bandmf.error import rmse
-from bandmf.optimize.solution import Clock, Solution
+from bandmf.optimize import arguments
+from bandmf.optimize.solution import Clock, Descent, Solution
 from bandmf.optimize.toeplitz import banded_toeplitz
+from bandmf.participation import Participation
 from bandmf.strategies import Banded
 from bandmf.workloads import Workload
 
 _POINTS_PER_OCTAVE = 2
 
 
-def horizon(steps: int, bands: int, workload: Workload | None = None) -> Solution:
+@once_positional("workload")
+def horizon(
+    steps: int,
+    bands: int,
+    *,
+    workload: Workload | None = None,
+    participation: Participation | None = None,
+    objective: str = "mean",
+) -> Solution:
     """The interpolated strategy, for prefix or any Toeplitz workload that settles.
 
     >>> solution = horizon(256, 16)
@@ -29,21 +40,16 @@ def horizon(steps: int, bands: int, workload: Workload | None = None) -> Solutio
     0.0038
     """
     clock = Clock()
-    steps = _check.whole("steps", steps)
-    bands = _check.whole("bands", bands, 1, steps, f"steps={steps}")
-    workload = workloads.prefix(steps) if workload is None else workload
+    steps, bands = arguments.sizes(steps, bands)
+    workload = arguments.workload_for(workload, steps)
+    arguments.require_single(participation, "use optimize.banded_toeplitz")
+    _check.choice("objective", objective, ("mean",))
     strategy = Banded(horizon_columns(steps, bands, workload))
-    value = rmse(strategy, workload)
-    return Solution(
-        strategy=strategy,
-        rmse=value,
-        objective=value,
-        optimality_gap=None,
-        iterations=0,
-        seconds=clock.seconds(),
-        converged=True,
-        message="interpolated; optimize.banded improves on it and proves a gap",
+    value = rmse(strategy, workload=workload)
+    found = Descent(
+        strategy.columns(), value, 0, True, "interpolated; optimize.banded improves on it and proves a gap"
     )
+    return Solution.of(strategy, value, found, clock)
 
 
 def horizon_columns(steps: int, bands: int, workload: Workload) -> FloatArray:
@@ -70,5 +76,5 @@ def horizon_columns(steps: int, bands: int, workload: Workload) -> FloatArray:
 def _toeplitz_optimum(steps: int, bands: int, workload: Workload) -> FloatArray:
     """The plain Toeplitz optimum for another number of steps of the same workload."""
     shorter = Workload(workload.name, steps, workload.operator, workload.coefficients, workload.limit)
-    solution = banded_toeplitz(steps, bands, shorter, normalize_columns=False)
+    solution = banded_toeplitz(steps, bands, workload=shorter, normalize_columns=False)
     return solution.strategy.columns(0, 1)[0]

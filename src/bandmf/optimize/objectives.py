@@ -1,23 +1,28 @@
-"""Objectives: how the squared errors of all steps become the one number that is minimised.
+"""Objectives: how the squared errors of all steps become the one number that is minimized.
 
 "mean" (the paper's), "max", "last", or an array of positive weights, one for each step. All are smooth but
-the maximum; that one is reached by reweighting (minimax.py) or, for the few candidate steps of a Toeplitz
+the maximum; that one is reached by reweighting (`minimax`) or, for the few candidate steps of a Toeplitz
 strategy, through p-norms of growing p.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from bandmf import _check
-from bandmf._check import FloatArray
+from bandmf._types import FloatArray
 
 NAMES = ("mean", "max", "last")
 _SHARPNESS = (4.0, 16.0, 64.0, 256.0)
-# Minimising the last error alone lets all others grow without bound; this share of their mean prevents it.
+# Minimizing the last error alone lets all others grow without bound; this share of their mean prevents it.
 _MEAN_IN_LAST = 1e-3
+_POWER = 2.0  # of its error that a step's weight is multiplied by
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +45,7 @@ class Objective:
         return float(self.weights @ errors)
 
     def smooth(self, errors: FloatArray) -> tuple[float, FloatArray]:
-        """The aggregate that is minimised and its derivative with respect to the errors."""
+        """The aggregate that is minimized and its derivative with respect to the errors."""
         n = len(errors)
         if self.name == "mean":
             return float(np.mean(errors)), np.full(n, 1 / n)
@@ -54,7 +59,7 @@ class Objective:
         return float(self.weights @ errors), self.weights
 
     def stages(self) -> list[Objective]:
-        """The objectives to minimise one after the other, each from where the one before ended."""
+        """The objectives to minimize one after the other, each from where the one before ended."""
         if self.name != "max":
             return [self]
         return [replace(self, sharpness=p) for p in _SHARPNESS]
@@ -85,3 +90,49 @@ def parse(objective: str | FloatArray, steps: int) -> Objective:
             "give steps that hardly matter a small one"
         )
     return Objective("weighted", weights / weights.sum())
+
+
+# --- the largest error, by reweighting ----------------------------------------------------------------
+
+
+class Weighted(NamedTuple, Generic[T]):
+    """A solution of one weighted problem: its errors, and what no strategy's weighted mean goes below."""
+
+    candidate: T
+    errors: FloatArray
+    lower: float
+    iterations: int
+
+
+class Minimax(NamedTuple, Generic[T]):
+    """The candidate of least maximum, and its proved gap (relative, of the root)."""
+
+    candidate: T
+    gap: float
+    iterations: int
+
+
+def minimax(solve: Callable[[FloatArray], Weighted[T]], steps: int, gap: float, attempts: int) -> Minimax[T]:
+    """Run `solve(weights)` with better and better weights until the proved gap is at most `gap`.
+
+    For any weights w that sum to one, max_i error_i >= sum_i w_i error_i, so the best weighted mean is a
+    lower bound on the best maximum, and the best weights close the gap (the problem is convex in X = C'C).
+    Multiply the weight of each step by a power of its error and solve the smooth weighted problem again,
+    until the largest error and the bound meet.
+    """
+    weights = np.full(steps, 1 / steps)
+    best, largest, lower, iterations = None, math.inf, 0.0, 0
+    for _ in range(attempts):
+        found = solve(weights)
+        iterations += found.iterations
+        lower = max(lower, found.lower)
+        if (worst := float(found.errors.max())) < largest:
+            best, largest = found.candidate, worst
+        proved = math.sqrt(largest / lower) - 1 if lower > 0 else math.inf
+        if proved <= gap:
+            break
+        weights = weights * (found.errors / worst) ** _POWER
+        weights = np.maximum(weights / weights.sum(), 1e-12 / steps)
+        weights /= weights.sum()
+    assert best is not None
+    return Minimax(best, proved, iterations)

@@ -1,4 +1,4 @@
-"""What an optimiser returns, and the L-BFGS driver that all of them share."""
+"""What an optimizer returns, and the L-BFGS driver that all of them share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from scipy.optimize import minimize
 
-from bandmf._check import FloatArray
+from bandmf._types import FloatArray
 from bandmf.strategies import Strategy
 
 LossAndGradient = Callable[[FloatArray], tuple[float, FloatArray]]
@@ -19,10 +19,10 @@ Watcher = Callable[[int, float, FloatArray], bool]
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """An optimised strategy, with how good it is and how that is known.
+    """An optimized strategy, with how good it is and how that is known.
 
-    `rmse` is sensitivity times the root mean squared error, for the participation that was optimised for
-    (a single one unless said otherwise); `objective` the square root of what was minimised (equal to `rmse`
+    `rmse` is sensitivity times the root mean squared error, for the participation that was optimized for
+    (a single one unless said otherwise); `objective` the square root of what was minimized (equal to `rmse`
     for the objective "mean"). `optimality_gap` bounds how far `objective` can be, relatively, above the best
     possible strategy of the family named in `message`; None where there is no proof.
     """
@@ -35,6 +35,28 @@ class Solution:
     seconds: float
     converged: bool
     message: str
+
+    @staticmethod
+    def of(
+        strategy: Strategy,
+        rmse: float,
+        found: Descent,
+        clock: Clock,
+        *,
+        objective: float | None = None,
+        gap: float | None = None,
+    ) -> Solution:
+        """What a search that `found` this strategy returns; the objective is the rmse unless given."""
+        return Solution(
+            strategy=strategy,
+            rmse=rmse,
+            objective=rmse if objective is None else objective,
+            optimality_gap=gap,
+            iterations=found.iterations,
+            seconds=clock.seconds(),
+            converged=found.converged,
+            message=found.message,
+        )
 
 
 @dataclass
@@ -67,7 +89,7 @@ def descend(
     memory: int = 20,
     watch: Watcher | None = None,
 ) -> Descent:
-    """Minimise a smooth loss with L-BFGS from `start`; never returns anything worse than `start`.
+    """Minimize a smooth loss with L-BFGS from `start`; never returns anything worse than `start`.
 
     Points where the loss is not finite (an unstable strategy overflows) are walled off: the line search
     there sees a steep slope back, instead of the inf on which it would stop and report success. `watch` is

@@ -1,6 +1,6 @@
 """The best banded Toeplitz strategy, exactly, for any number of steps.
 
-Minimises |theta|^2 times the mean (or last, weighted, largest) squared error over theta. The response is cut
+Minimizes |theta|^2 times the mean (or last, weighted, largest) squared error over theta. The response is cut
 off where it has settled and the rest summed in closed form; the cut-off starts coarse and grows until
 nothing moves, so that n = 10^12 costs little more than n = 10^4.
 """
@@ -12,27 +12,32 @@ from functools import partial
 
 import numpy as np
 
-from bandmf import _check, workloads
-from bandmf._check import FloatArray
+from bandmf import _check
+from bandmf._deprecated import once_positional
+from bandmf._types import FloatArray
 from bandmf.error import per_step_error, rmse
+from bandmf.error.toeplitz import ToeplitzError, mean_weights
+from bandmf.error.toeplitz_response import first_terms
+from bandmf.optimize import arguments
 from bandmf.optimize.objectives import Objective, parse
 from bandmf.optimize.solution import Clock, Descent, Solution, Watcher, descend
-from bandmf.response import first_terms
+from bandmf.participation import Participation
 from bandmf.strategies import BandedToeplitz
 from bandmf.strategies.square_root import square_root_coefficients
-from bandmf.toeplitz_error import ToeplitzError, mean_weights
 from bandmf.workloads import Workload
 
 NORMALIZE = (False, "after", "optimized")
 
 
+@once_positional("workload", "objective", "normalize_columns")
 def banded_toeplitz(
     steps: int,
     bands: int,
+    *,
     workload: Workload | None = None,
+    participation: Participation | None = None,
     objective: str | FloatArray = "mean",
     normalize_columns: bool | str = "optimized",
-    *,
     terms: int | None = None,
     tolerance: float = 1e-14,
     start: FloatArray | None = None,
@@ -40,26 +45,25 @@ def banded_toeplitz(
 ) -> Solution:
     """The banded Toeplitz strategy of least error.
 
-    `normalize_columns`: False; "after", the paper's post-processing; or "optimized", optimised as such,
+    `normalize_columns`: False; "after", the paper's post-processing; or "optimized", optimized as such,
     which is never worse. `terms` fixes the paper's approximate loss with cut-off m (Appendix "Scaling beyond
     n > 10^7") instead of the exact one: for comparison only, since it can report less than is achievable.
     The search ends when an iteration improves the loss by less than `tolerance`, relatively; the error that
     is returned is exact all the same. `start` are coefficients to begin with (see `stretch`), the square root's
-    if None.
+    if None. Several participations must be at least `bands` steps apart.
 
     >>> solution = banded_toeplitz(1024, 16, normalize_columns=False)
     >>> round(solution.rmse, 6), solution.converged
     (6.342793, True)
     """
     clock = Clock()
-    steps = _check.whole("steps", steps)
-    bands = _check.whole("bands", bands, 1, steps, f"steps={steps}")
-    workload = workloads.prefix(steps) if workload is None else workload
-    workload.require_steps(steps)
+    steps, bands = arguments.sizes(steps, bands)
+    workload = arguments.workload_for(workload, steps)
     mode = _check.choice("normalize_columns", normalize_columns, NORMALIZE)
     terms = None if terms is None else _check.whole("terms", terms)
     goal = parse(objective, steps)
-    _require_toeplitz(workload, mode)
+    arguments.require_toeplitz(workload, mode == "optimized")
+    root = math.sqrt(arguments.disjoint_count(participation, steps, bands, bool(mode)))
     tolerance = _check.real("tolerance", tolerance, 0)
     family = _Family(workload, goal, False, terms, tolerance)
     descent = family.descend(_checked_start(start, bands), watch)
@@ -69,20 +73,12 @@ def banded_toeplitz(
         descent = family.descend(descent.x, watch)
         found.append(descent.x)
     strategies = [BandedToeplitz(x / np.linalg.norm(x), steps, normalize_columns=bool(mode)) for x in found]
-    # The maximum is minimised through a smooth stand-in, which may end a hair above where it started.
+    # The maximum is minimized through a smooth stand-in, which may end a hair above where it started.
     objectives = [family.exact_objective(strategy) for strategy in strategies]
     best = int(np.argmin(objectives))
-    return Solution(
-        strategy=strategies[best],
-        # The coefficients have norm one, hence sensitivity one: the mean needs no second evaluation.
-        rmse=objectives[best] if goal.name == "mean" else rmse(strategies[best], workload),
-        objective=objectives[best],
-        optimality_gap=None,
-        iterations=descent.iterations,
-        seconds=clock.seconds(),
-        converged=descent.converged,
-        message=descent.message,
-    )
+    # The coefficients have norm one, hence sensitivity one for one participation.
+    mean = objectives[best] if goal.name == "mean" else rmse(strategies[best], workload=workload)
+    return Solution.of(strategies[best], root * mean, descent, clock, objective=root * objectives[best])
 
 
 def stretch(coefficients: FloatArray, bands: int) -> FloatArray:
@@ -109,19 +105,6 @@ def _checked_start(start: FloatArray | None, bands: int) -> FloatArray:
     return start
 
 
-def _require_toeplitz(workload: Workload, mode: bool | str) -> None:
-    if workload.coefficients is None:
-        raise ValueError(
-            f"workload={workload.name!r}: must be Toeplitz for a Toeplitz strategy; use optimize.banded, "
-            "or constant learning rates"
-        )
-    if mode == "optimized" and workload.inverse_columns is None:
-        raise ValueError(
-            f"normalize_columns='optimized': needs a workload with a banded inverse, which {workload.name!r} "
-            "has not; use normalize_columns='after'"
-        )
-
-
 class _Family:
     """Loss and gradient over theta for one workload and objective."""
 
@@ -132,7 +115,7 @@ class _Family:
         self.tolerance = tolerance
 
     def descend(self, theta: FloatArray, watch: Watcher | None) -> Descent:
-        """Minimise with more and more terms of the response, and a sharper and sharper maximum."""
+        """Minimize with more and more terms of the response, and a sharper and sharper maximum."""
         if len(theta) == 1:
             return Descent(theta, 0.0, 0, True, "one band: nothing to choose")
         terms, iterations = self.terms or first_terms(len(theta), self.workload), 0
@@ -150,7 +133,7 @@ class _Family:
         return Descent(theta, descent.loss, iterations, descent.converged, descent.message)
 
     def loss(self, theta: FloatArray, goal: Objective, terms: int) -> tuple[float, FloatArray]:
-        """log(|theta|^2 E(theta)); the first factor is one where the columns are normalised."""
+        """log(|theta|^2 E(theta)); the first factor is one where the columns are normalized."""
         error = self._error(theta, terms)
         total, head, beyond, tail = _aggregate(error, goal)
         gradient = error.gradient(head, beyond, tail) / total
@@ -164,9 +147,9 @@ class _Family:
 
     def exact_objective(self, strategy: BandedToeplitz) -> float:
         """The root of the objective at the strategy as it will be used, with nothing cut off or smoothed."""
-        error = strategy.closed_error(self.workload)
-        if error is None:
-            return math.sqrt(self.goal.value(per_step_error(strategy, self.workload)))
+        if strategy.normalize_columns and self.workload.inverse_columns is None:
+            return math.sqrt(self.goal.value(per_step_error(strategy, workload=self.workload)))
+        error = ToeplitzError(strategy.coefficients, self.workload, strategy.normalize_columns)
         if self.goal.name == "max":
             return math.sqrt(error.maximum())
         if self.goal.name == "last":

@@ -1,6 +1,7 @@
 """Plans: from (epsilon, delta, data, steps) to the mechanism of least error."""
 
-from bandmf.planning.plans import Candidate, Plan
-from bandmf.planning.search import plan
+from bandmf.planning.candidates import Candidate
+from bandmf.planning.plan import Plan
+from bandmf.planning.planner import plan
 
 __all__ = ["Candidate", "Plan", "plan"]

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from bandmf import _check, accounting, optimize, strategies
 from bandmf.error import rmse
 from bandmf.participation import MinSeparation
-from bandmf.planning.search import plan
-from bandmf.planning.setting import plainly
+from bandmf.planning.candidates import normalization
+from bandmf.planning.planner import plan
 from bandmf.strategies import Strategy
 
 _BATCH = 1024  # only the ratio of examples to batch size matters here
@@ -88,21 +88,23 @@ def unamplified_strategies(
     separation = participation.separation
     found: dict[str, Callable[[], Strategy]] = {
         "BandMF, unamplified": lambda: (
-            optimize.banded_toeplitz(steps, separation, normalize_columns=plainly(separation)).strategy
+            optimize.banded_toeplitz(steps, separation, normalize_columns=normalization(separation)).strategy
         ),
         "Banded square root, unamplified": lambda: strategies.banded_square_root(steps, separation),
-        "BLT": lambda: optimize.buffered_toeplitz(steps, 5, participation).strategy,
+        "BLT": lambda: optimize.buffered_toeplitz(steps, 5, participation=participation).strategy,
         "FHU (square root)": lambda: strategies.square_root(steps),
-        "LTI": lambda: optimize.lti(steps, participation).strategy,
+        "LTI": lambda: optimize.lti(steps, participation=participation).strategy,
         "Tree aggregation": lambda: strategies.tree_aggregation(steps),
         "BISR (banded inverse)": lambda: strategies.banded_inverse_square_root(steps, min(steps, 16)),
         "Independent noise, unamplified": lambda: strategies.Identity(steps),
     }
     if epochs > 1 and steps % epochs == 0:  # of one epoch it is its own base
         found["Stamping"] = lambda: strategies.stamping(
-            optimize.banded_toeplitz(separation, separation, normalize_columns=plainly(separation)).strategy,
+            optimize.banded_toeplitz(
+                separation, separation, normalize_columns=normalization(separation)
+            ).strategy,
             epochs,
         )
     if steps <= (_DENSE if epochs == 1 else _DENSE_EPOCHS) and steps % epochs == 0:
-        found["Dense MF"] = lambda: optimize.dense(steps, epochs).strategy
+        found["Dense MF"] = lambda: optimize.dense(steps, epochs=epochs).strategy
     return found

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bandmf.planning.plans import Plan
+    from bandmf.planning.plan import Plan
 
-_NEIGHBOURS = {
+_NEIGHBORS = {
     "add-remove": "one example is added or removed",
     "zero-out": "one example's contribution is replaced by zero",
     "replace": "one example is replaced by another",
@@ -24,7 +24,7 @@ def _guarantee(plan: Plan) -> str:
     return (
         f"Guarantee. The {plan.steps} noisy gradient sums, and everything computed from them, are "
         f"(epsilon={plan.epsilon:g}, delta={plan.delta:g})-differentially private when "
-        f"{_NEIGHBOURS[plan.adjacency]} (adjacency {plan.adjacency!r}). The unit of privacy is one example."
+        f"{_NEIGHBORS[plan.adjacency]} (adjacency {plan.adjacency!r}). The unit of privacy is one example."
     )
 
 
@@ -58,7 +58,7 @@ def _noise(plan: Plan) -> str:
     correlation = "independent from step to step (DP-SGD)"
     if plan.strategy.bands > 1:
         correlation = f"correlated over {plan.strategy.bands} steps, so that it cancels later"
-    memory = "" if plan.memory is None else f" Its history takes {plan.memory / 1e9:.3g} GB on each device."
+    memory = "" if plan.memory is None else f" It takes {plan.memory / 1e9:.3g} GB on each device."
     if plan.memory is None and plan.strategy.bands > 1:
         memory = (
             f" Its history takes {plan.strategy.bands - 1} times the memory of the model's gradients; give "
@@ -73,7 +73,7 @@ def _noise(plan: Plan) -> str:
 
 def _error(plan: Plan) -> str:
     lines = [
-        f"Error. The running sums of mean gradients ({plan.workload}) carry noise of RMSE "
+        f"Error. The running sums of mean gradients ({plan.workload.name}) carry noise of RMSE "
         f"{plan.mean_rmse:.6g} * clip_norm for each parameter."
     ]
     if plan.bands > 1 and plan.dp_sgd_ratio is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from bandmf.planning.plans import Plan
-from bandmf.planning.search import plan
+from bandmf.planning.plan import Plan
+from bandmf.planning.planner import plan
 
 
 def sweep(settings: Iterable[dict[str, Any]], jobs: int = -1) -> list[Plan]:

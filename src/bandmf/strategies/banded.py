@@ -10,13 +10,13 @@ from functools import partial
 
 import numpy as np
 
-from bandmf import _check
-from bandmf._check import FloatArray
-from bandmf.strategies.base import OutputRecurrence, Strategy, rows_from_columns
+from bandmf import _check, band_columns
+from bandmf._types import FloatArray
+from bandmf.strategies.base import OutputRecurrence, Strategy
 from bandmf.streaming import StreamingOperator, banded_inverse
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, init=False)
 class Banded(Strategy):
     """A banded strategy from its compact columns, shape (steps, bands).
 
@@ -27,8 +27,9 @@ class Banded(Strategy):
 
     compact: FloatArray
 
-    def __post_init__(self) -> None:
-        compact = _check.array("columns", self.compact, 2)
+    # Written out, since the argument's name is also that of the method every strategy has.
+    def __init__(self, columns: FloatArray) -> None:
+        compact = _check.array("columns", columns, 2)
         steps, bands = compact.shape
         _check.whole("bands", bands, 1, steps, f"steps={steps}")
         if (zero := np.flatnonzero(compact[:, 0] == 0)).size:
@@ -53,7 +54,7 @@ class Banded(Strategy):
 
     @property
     def recurrence(self) -> OutputRecurrence:
-        return OutputRecurrence(partial(rows_from_columns, self.compact), self.bands)
+        return OutputRecurrence(partial(band_columns.row_of, self.compact), self.bands)
 
     def inverse(self) -> StreamingOperator:
         return banded_inverse(self.recurrence.row, self.bands, self.steps)

@@ -5,15 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from scipy import sparse
 
-from bandmf._check import FloatArray
+from bandmf import band_columns
+from bandmf._types import FloatArray
 from bandmf.streaming import StreamingOperator
-from bandmf.toeplitz_error import ToeplitzError
-from bandmf.workloads import Workload
 
 
 @dataclass(frozen=True)
@@ -41,14 +39,6 @@ class BufferRecurrence:
 
 
 Recurrence = OutputRecurrence | InputRecurrence | BufferRecurrence
-
-
-class ClosedError(Protocol):
-    """Squared errors of a strategy on a workload, each figure at its own price."""
-
-    def per_step(self) -> FloatArray: ...
-    def mean(self) -> float: ...
-    def maximum(self) -> float: ...
 
 
 class Strategy(ABC):
@@ -114,29 +104,9 @@ class Strategy(ABC):
         """An upper bound on the sensitivity that this family knows of itself, or None."""
         return None
 
-    def closed_error(self, workload: Workload) -> ClosedError | None:
-        """The error without a recursion over all steps, where this family and this workload allow it."""
-        theta = self.toeplitz()
-        if theta is None or workload.coefficients is None:
-            return None
-        return ToeplitzError(theta, workload, normalize=False)
-
     def materialize(self) -> FloatArray:
         """C as a steps x steps matrix: for small sizes."""
-        columns = self.columns()
-        C = np.zeros((self.steps, self.steps))
-        for r in range(self.bands):
-            np.fill_diagonal(C[r:], columns[: self.steps - r, r])
-        return C
-
-
-def rows_from_columns(columns: FloatArray, i: int) -> FloatArray:
-    """Row i of C, newest first (C[i, i], C[i, i-1], ...), from its compact columns; zero before the start."""
-    bands = columns.shape[1]
-    row = np.zeros(bands)
-    reach = min(bands, i + 1)
-    row[:reach] = columns[i - np.arange(reach), np.arange(reach)]
-    return row
+        return band_columns.materialize(self.columns())
 
 
 def falling_coefficients(theta: FloatArray) -> FloatArray | None:

@@ -13,12 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bandmf import _check
-from bandmf._check import FloatArray
-from bandmf.strategies.base import BufferRecurrence, ClosedError, Strategy
-from bandmf.strategies.invariant import InvariantError, impulse_response, squared_norm, workload_matrices
-from bandmf.streaming import Matrices, StreamingOperator, compose, state_space
-from bandmf.workloads import Workload
+from bandmf import _check, band_columns
+from bandmf._types import FloatArray
+from bandmf.strategies.base import BufferRecurrence, Strategy
+from bandmf.streaming import Matrices, StreamingOperator, impulse_response, squared_norm, state_space
 
 _MOST_COEFFICIENTS = 2**27
 
@@ -80,9 +78,7 @@ class BufferedToeplitz(Strategy):
         return impulse_response(self.matrices(), self.steps)
 
     def columns(self, start: int = 0, stop: int | None = None) -> FloatArray:
-        chosen, theta = range(self.steps)[start:stop], self.toeplitz()
-        left = self.steps - np.array(chosen, dtype=int)
-        return np.where(np.arange(self.steps) < left[:, None], theta, 0.0)
+        return band_columns.toeplitz_columns(self.toeplitz(), self.steps, start, stop)
 
     def column_norms(self) -> FloatArray:
         return np.sqrt(np.cumsum(self.toeplitz() ** 2))[::-1]
@@ -92,14 +88,6 @@ class BufferedToeplitz(Strategy):
 
     def equal_column_norms(self) -> bool:
         return self.steps == 1 or not self.scales.any()
-
-    def closed_error(self, workload: Workload) -> ClosedError | None:
-        A = workload_matrices(workload)
-        if A is None:
-            return super().closed_error(workload)
-        both = compose(state_space(lambda i: A, len(A.input)), self.inverse()).matrices
-        assert both is not None
-        return InvariantError(both(0), self.steps)
 
     def spaced_norm(self, separation: int, count: int) -> float | None:
         positive = np.all(self.scales >= 0) and np.all(self.decays >= 0) and np.sum(self.scales) <= 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bandmf import _check
-from bandmf._check import FloatArray
+from bandmf._types import FloatArray
 from bandmf.strategies.base import OutputRecurrence, Strategy
 from bandmf.streaming import StreamingOperator, banded_inverse
 

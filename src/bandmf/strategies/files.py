@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from bandmf.strategies.banded import Banded
+from bandmf.strategies.banded_inverse import BandedInverse
 from bandmf.strategies.base import Strategy
 from bandmf.strategies.buffered import BufferedToeplitz
 from bandmf.strategies.dense import Dense
-from bandmf.strategies.inverse import BandedInverse
 from bandmf.strategies.stamping import Stamped
 from bandmf.strategies.toeplitz import BandedToeplitz, Identity
 from bandmf.strategies.tree import OnlineTree
@@ -31,12 +31,13 @@ def save(strategy: Strategy, path: str | Path) -> Path:
     """
     path = Path(path)
     path = path if path.suffix == ".npz" else path.with_name(path.name + ".npz")
-    contents: dict[str, Any] = {"schema": _SCHEMA, **_contents(strategy)}
+    contents: dict[str, Any] = {"schema": _SCHEMA, **to_arrays(strategy)}
     np.savez_compressed(path, **contents)
     return path
 
 
-def _contents(strategy: Strategy) -> dict[str, np.ndarray]:
+def to_arrays(strategy: Strategy) -> dict[str, np.ndarray]:
+    """All that defines a strategy, as named arrays: the one form in which strategies are stored."""
     if isinstance(strategy, Identity):
         return {"identity": np.array(strategy.steps)}
     if isinstance(strategy, BandedToeplitz):
@@ -57,7 +58,7 @@ def _contents(strategy: Strategy) -> dict[str, np.ndarray]:
     if isinstance(strategy, OnlineTree):
         return {"tree": np.array(strategy.steps)}
     if isinstance(strategy, Stamped):
-        epoch = {f"epoch.{name}": value for name, value in _contents(strategy.epoch).items()}
+        epoch = {f"epoch.{name}": value for name, value in to_arrays(strategy.epoch).items()}
         return {"epochs": np.array(strategy.epochs), **epoch}
     raise ValueError(f"strategy={strategy!r}: this family cannot be saved")
 
@@ -72,10 +73,11 @@ def load(path: str | Path) -> Strategy:
     schema = contents.pop("schema", None)
     if schema is None or int(schema) != _SCHEMA:
         raise ValueError(f"path={str(path)!r}: schema {schema} is unknown; this version reads {_SCHEMA}")
-    return _strategy(contents, path)
+    return from_arrays(contents, path)
 
 
-def _strategy(contents: dict[str, np.ndarray], path: str | Path) -> Strategy:
+def from_arrays(contents: dict[str, np.ndarray], path: str | Path) -> Strategy:
+    """The strategy that `to_arrays` described; `path` is for the message where it did not."""
     match contents:
         case {"identity": steps}:
             return Identity(int(steps))
@@ -93,5 +95,5 @@ def _strategy(contents: dict[str, np.ndarray], path: str | Path) -> Strategy:
             return OnlineTree(int(steps))
         case {"epochs": epochs}:
             inner = {n.removeprefix("epoch."): v for n, v in contents.items() if n.startswith("epoch.")}
-            return Stamped(_strategy(inner, path), int(epochs))
+            return Stamped(from_arrays(inner, path), int(epochs))
     raise ValueError(f"path={str(path)!r}: not a strategy file of bandmf, or damaged")

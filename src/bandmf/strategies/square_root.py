@@ -1,4 +1,4 @@
-"""The square-root factorisations: A = C C, so that noise and sensitivity share the error equally.
+"""The square-root factorizations: A = C C, so that noise and sensitivity share the error equally.
 
     FHU (Fichtenberger, Henzinger, Upadhyay 2023), prefix:  C(x) = (1 - x)^(-1/2) = 1 + x/2 + 3 x^2/8 + ...
     banded square root (Kalinin, Lampert 2024):             the first b coefficients of
@@ -15,7 +15,7 @@ import numpy as np
 from scipy.signal import fftconvolve
 
 from bandmf import _check
-from bandmf._check import FloatArray
+from bandmf._types import FloatArray
 from bandmf.strategies.toeplitz import BandedToeplitz
 
 _DIRECT = 4096  # coefficients whose product is computed directly, exact to the last digit

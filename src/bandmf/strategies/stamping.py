@@ -13,18 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from bandmf import _check
-from bandmf._check import FloatArray
+from bandmf import _check, band_columns
+from bandmf._types import FloatArray
 from bandmf.strategies.base import (
     BufferRecurrence,
-    ClosedError,
     InputRecurrence,
     OutputRecurrence,
     Strategy,
-    rows_from_columns,
 )
 from bandmf.streaming import Matrices, StreamingOperator
-from bandmf.workloads import Workload, prefix
 
 
 def stamping(strategy: Strategy, epochs: int) -> Stamped:
@@ -79,7 +76,7 @@ class Stamped(Strategy):
         length, inner = self.epoch.steps, self.epoch.recurrence
         if isinstance(inner, BufferRecurrence):  # buffers cannot be emptied: keep the outputs instead
             columns = self.epoch.columns()
-            return OutputRecurrence(lambda i: rows_from_columns(columns, i % length), self.bands)
+            return OutputRecurrence(lambda i: band_columns.row_of(columns, i % length), self.bands)
         row = inner.row
         return type(inner)(lambda i: row(i % length), inner.bands)
 
@@ -89,27 +86,6 @@ class Stamped(Strategy):
     @property
     def buffers(self) -> int:
         return self.epoch.buffers
-
-    def closed_error(self, workload: Workload) -> ClosedError | None:
-        """Running sums: every epoch that is over adds its last error to all that follow."""
-        errors = self.epoch.closed_error(prefix(self.epoch.steps)) if workload.name == "prefix" else None
-        return None if errors is None else _StampedError(errors, self.epochs)
-
-
-@dataclass(frozen=True)
-class _StampedError:
-    epoch: ClosedError
-    epochs: int
-
-    def per_step(self) -> FloatArray:
-        errors = self.epoch.per_step()
-        return np.add.outer(np.arange(self.epochs) * errors[-1], errors).ravel()
-
-    def mean(self) -> float:
-        return float(np.mean(self.per_step()))
-
-    def maximum(self) -> float:
-        return float(np.max(self.per_step()))
 
 
 def _restarted(operator: StreamingOperator, length: int, steps: int) -> StreamingOperator:

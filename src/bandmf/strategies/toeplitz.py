@@ -11,12 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bandmf import _check
-from bandmf._check import FloatArray, IntArray
+from bandmf import _check, band_columns
+from bandmf._types import FloatArray, IntArray
 from bandmf.strategies.base import OutputRecurrence, Strategy
 from bandmf.streaming import StreamingOperator, banded_inverse
-from bandmf.toeplitz_error import ToeplitzError
-from bandmf.workloads import Workload
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -48,11 +46,10 @@ class BandedToeplitz(Strategy):
         return len(self.coefficients)
 
     def columns(self, start: int = 0, stop: int | None = None) -> FloatArray:
-        stop = self.steps if stop is None else min(stop, self.steps)
-        left = self.steps - np.arange(start, stop)  # rows that remain from the diagonal down
-        compact = np.where(np.arange(self.bands) < left[:, None], self.coefficients, 0.0)
+        compact = band_columns.toeplitz_columns(self.coefficients, self.steps, start, stop)
         if self.normalize_columns:
-            compact /= self._norms(np.arange(start, stop))[:, None]
+            first, end, _ = slice(start, stop).indices(self.steps)
+            compact /= self._norms(np.arange(first, end))[:, None]
         return compact
 
     def column_norms(self) -> FloatArray:
@@ -69,13 +66,8 @@ class BandedToeplitz(Strategy):
     def toeplitz(self) -> FloatArray | None:
         return None if self.normalize_columns else self.coefficients
 
-    def closed_error(self, workload: Workload) -> ToeplitzError | None:
-        if workload.coefficients is None or (self.normalize_columns and workload.inverse_columns is None):
-            return None
-        return ToeplitzError(self.coefficients, workload, self.normalize_columns)
-
     def _norms(self, j: IntArray) -> FloatArray:
-        """Norms of columns j before any normalisation."""
+        """Norms of columns j before any normalization."""
         cumulative = np.sqrt(np.cumsum(self.coefficients**2))
         return cumulative[np.minimum(self.steps - j, self.bands) - 1]
 

@@ -30,11 +30,10 @@ from scipy import sparse
 from scipy.linalg import cholesky
 
 from bandmf import _check
-from bandmf._check import FloatArray, IntArray
-from bandmf.strategies.base import ClosedError, InputRecurrence, Strategy
+from bandmf._types import FloatArray, IntArray
+from bandmf.strategies.base import InputRecurrence, Strategy
 from bandmf.strategies.dense import Dense
 from bandmf.streaming import Matrices, StreamingOperator, state_space
-from bandmf.workloads import Workload
 
 _LARGEST_FULL = 8192
 
@@ -109,14 +108,6 @@ class OnlineTree(Strategy):
         for _ in range(1, self.heights):
             v.append(1 / (1 + 1 / (2 * v[-1])))
         return np.array(v)
-
-    def closed_error(self, workload: Workload) -> ClosedError | None:
-        """A running sum adds independent estimates, one for each binary digit of its length."""
-        return (
-            TreeError(self.variances, self.steps)
-            if workload.name == "prefix"
-            else super().closed_error(workload)
-        )
 
     @staticmethod
     def _height(i: int | IntArray) -> IntArray:
@@ -196,29 +187,3 @@ class OnlineTree(Strategy):
         """That of the nodes themselves: one of size s sees at most ceil(s / separation) participations."""
         sizes = 2 ** np.arange((self.steps - 1).bit_length() + 1)
         return math.sqrt(count * float(np.sum(np.minimum(count, -(-sizes // separation)))))
-
-
-@dataclass(frozen=True)
-class TreeError:
-    """Squared errors of running sums of lengths 1 ... steps: the variances at their binary digits, summed."""
-
-    variances: FloatArray
-    steps: int
-
-    def per_step(self) -> FloatArray:
-        lengths = np.arange(1, self.steps + 1)
-        return sum((v * (lengths >> h & 1) for h, v in enumerate(self.variances)), np.zeros(self.steps))
-
-    def mean(self) -> float:
-        return sum(v * self._lengths_with(h) for h, v in enumerate(self.variances)) / self.steps
-
-    def _lengths_with(self, h: int) -> int:
-        """How many of the lengths 0 ... steps have the digit h: half of every full turn of 2^(h+1)."""
-        turns, rest = divmod(self.steps + 1, 2 << h)
-        return (turns << h) + max(0, rest - (1 << h))
-
-    def maximum(self) -> float:
-        """At the last step, or at a length that has one digit less there and all digits below."""
-        heights = range(len(self.variances))
-        lengths = [self.steps] + [(self.steps >> h << h) - 1 for h in heights if self.steps >> h & 1]
-        return max(sum(float(self.variances[h]) for h in heights if length >> h & 1) for length in lengths)

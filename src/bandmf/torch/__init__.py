@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from bandmf.torch.engine import Engine, State
-from bandmf.torch.shards import broadcast_key
+from bandmf.torch.noise.engine import Engine, State
+from bandmf.torch.noise.shards import broadcast_key
 
 if TYPE_CHECKING:
-    from bandmf.torch.private import Private, make_private
+    from bandmf.torch.training.make_private import Private, make_private
 
 __all__ = ["Engine", "Private", "State", "broadcast_key", "make_private"]
 
 
 def __getattr__(name: str) -> Any:
     if name in ("Private", "make_private"):  # on first use: the noise engine alone does not need Opacus
-        from bandmf.torch import private
-
-        return getattr(private, name)
+        return getattr(import_module("bandmf.torch.training.make_private"), name)
     raise AttributeError(f"module 'bandmf.torch' has no attribute {name!r}")

@@ -1,0 +1,39 @@
+"""Files that must be whole or absent, and secrets that only their owner may read."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+
+def write_whole(path: Path, contents: bytes) -> None:
+    """Replace the file at once: a reader, or a crash, never sees half of it."""
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with open(draft, "xb") as file:
+            file.write(contents)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def create_secret(path: str | os.PathLike[str], contents: bytes) -> None:
+    """Write a new file that only its owner can read; FileExistsError if there is one already."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(contents)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Put the names in a folder on the disk: a file that was synced may otherwise be lost with its name."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

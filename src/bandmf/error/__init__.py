@@ -1,0 +1,146 @@
+"""The error of a strategy on a workload: what its noise does to the quantities that training uses.
+
+With B = A C^-1, step i has squared error |row i of B|^2 (for unit noise; sensitivity not included):
+
+    per_step_error      those numbers
+    rmse                sensitivity * sqrt(mean of them)
+    max_error           sensitivity * sqrt(largest of them)
+
+Three exact ways, cheapest first: the closed form of the strategy's family (Toeplitz: its response, any n),
+the banded covariance recursion (O(n b^2)), the covariance of the joint state of C^-1 and A (O(n s^2)).
+`per_step_error_by_rows` is the paper's own streaming algorithm, O(n^2 b): the reference, and the fall-back
+where there is no state space.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from bandmf import band_columns
+from bandmf._deprecated import once_positional
+from bandmf._types import FloatArray
+from bandmf.error.band_covariance import BandCovariance
+from bandmf.error.closed_form import ClosedForm, closed_form
+from bandmf.participation import Participation, Single
+from bandmf.sensitivities import sensitivity
+from bandmf.strategies import Strategy
+from bandmf.streaming import StreamingOperator
+from bandmf.workloads import Workload, prefix
+
+# The joint-state recursion costs s^2 a step; beyond this size streaming whole rows is cheaper.
+_LARGEST_STATE = 256
+
+
+@once_positional("workload")
+def per_step_error(strategy: Strategy, *, workload: Workload | None = None) -> FloatArray:
+    """Squared row norms of A C^-1, one for each step; sensitivity is not included.
+
+    >>> from bandmf.strategies import BandedToeplitz
+    >>> per_step_error(BandedToeplitz([1.0, 0.5], steps=2, normalize_columns=False))
+    array([1.  , 1.25])
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        return _finite(_per_step_error(strategy, _workload_for(strategy, workload)))
+
+
+def _per_step_error(strategy: Strategy, workload: Workload) -> FloatArray:
+    """The cheapest exact way."""
+    closed = closed_form(strategy, workload)
+    if closed is not None:
+        return closed.per_step()
+    operator = workload.operator @ strategy.inverse()
+    by_state = operator.matrices is not None and operator.buffers <= _LARGEST_STATE
+    # Wide C with a small state (buffered, tree, banded inverse): the state is far cheaper than the band.
+    if workload.inverse_columns is not None and not (by_state and strategy.bands > 4 * operator.buffers):
+        product = band_columns.product(strategy.columns(), workload.inverse_columns(0, strategy.steps))
+        return BandCovariance(product).errors
+    if by_state:
+        return _per_step_error_by_state(operator, strategy.steps)
+    return per_step_error_by_rows(strategy.inverse(), workload.operator, strategy.steps)
+
+
+@once_positional("workload")
+def mean_squared_error(strategy: Strategy, *, workload: Workload | None = None) -> float:
+    """The mean of `per_step_error`, in closed form where there is one."""
+    return _aggregate(strategy, workload, lambda closed: closed.mean(), np.mean)
+
+
+@once_positional("workload")
+def max_squared_error(strategy: Strategy, *, workload: Workload | None = None) -> float:
+    """The largest of `per_step_error`. With normalized columns it is not the last one."""
+    return _aggregate(strategy, workload, lambda closed: closed.maximum(), np.max)
+
+
+def _aggregate(
+    strategy: Strategy,
+    workload: Workload | None,
+    of_closed: Callable[[ClosedForm], float],
+    of_steps: Callable[[FloatArray], Any],
+) -> float:
+    workload = _workload_for(strategy, workload)
+    with np.errstate(over="ignore", invalid="ignore"):
+        closed = closed_form(strategy, workload)
+        value = float(
+            of_steps(per_step_error(strategy, workload=workload)) if closed is None else of_closed(closed)
+        )
+    return float(_finite(np.array([value]))[0])
+
+
+def _finite(errors: FloatArray) -> FloatArray:
+    """The errors, unless the strategy is so unstable that they left the range of numbers."""
+    if not np.all(np.isfinite(errors)):
+        raise ValueError(
+            "strategy: its errors overflow, so its inverse is not stable; "
+            "use coefficients that fall from the diagonal on, or fewer steps"
+        )
+    return errors
+
+
+@once_positional("workload", "participation")
+def rmse(
+    strategy: Strategy, *, workload: Workload | None = None, participation: Participation | None = None
+) -> float:
+    """Sensitivity times root mean squared error, without sigma.
+
+    >>> from bandmf.strategies import Identity
+    >>> round(rmse(Identity(3)) ** 2, 12)  # running sums of 1, 2 and 3 independent draws
+    2.0
+    """
+    reach = sensitivity(strategy, participation or Single())
+    return reach * math.sqrt(mean_squared_error(strategy, workload=workload))
+
+
+@once_positional("workload", "participation")
+def max_error(
+    strategy: Strategy, *, workload: Workload | None = None, participation: Participation | None = None
+) -> float:
+    """Sensitivity times the root of the largest squared error of any step, without sigma."""
+    reach = sensitivity(strategy, participation or Single())
+    return reach * math.sqrt(max_squared_error(strategy, workload=workload))
+
+
+def per_step_error_by_rows(inverse: StreamingOperator, workload: StreamingOperator, steps: int) -> FloatArray:
+    """The paper's Algorithm for any pair of operators: stream the rows of A C^-1. O(n^2 b), for reference."""
+    rows = workload.apply(inverse.apply(np.eye(steps)))
+    return np.array([float(row @ row) for row in rows])
+
+
+def _per_step_error_by_state(operator: StreamingOperator, steps: int) -> FloatArray:
+    """The variance of each output of a state-space operator on white noise: P' = F P F' + G G'."""
+    assert operator.matrices is not None
+    errors, P = np.empty(steps), np.zeros((operator.buffers, operator.buffers))
+    for i in range(steps):
+        F, G, H, D = operator.matrices(i)
+        errors[i] = H @ P @ H + D * D
+        P = F @ P @ F.T + np.outer(G, G)
+    return errors
+
+
+def _workload_for(strategy: Strategy, workload: Workload | None) -> Workload:
+    workload = prefix(strategy.steps) if workload is None else workload
+    workload.require_steps(strategy.steps)
+    return workload

@@ -1,0 +1,153 @@
+"""Closed forms: which strategies have errors that need no recursion over all steps, on which workloads.
+
+    banded Toeplitz, square roots    the response of a Toeplitz workload                 (toeplitz.py)
+    BLT                              sums over a time-invariant A C^-1                    (bandmf.streaming)
+    banded inverse                   w = r * lambda, as long as r
+    tree aggregation, online         the binary digits of the length of a running sum
+    stamping                         the errors of one epoch, again and again
+
+`closed_form` is the one place that decides; everything else asks it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from scipy.signal import fftconvolve
+
+from bandmf._types import FloatArray
+from bandmf.error.toeplitz import ToeplitzError
+from bandmf.error.toeplitz_response import Response
+from bandmf.strategies import BandedInverse, BandedToeplitz, BufferedToeplitz, OnlineTree, Stamped, Strategy
+from bandmf.streaming import Matrices, compose, impulse_response, mean_running_norm, squared_norm, state_space
+from bandmf.workloads import Workload, prefix
+
+_LARGEST_STATE = 64  # a Toeplitz workload with more coefficients than this is better treated by its response
+
+
+class ClosedForm(Protocol):
+    """Squared errors of a strategy on a workload, each figure at its own price."""
+
+    def per_step(self) -> FloatArray: ...
+    def mean(self) -> float: ...
+    def maximum(self) -> float: ...
+
+
+def closed_form(strategy: Strategy, workload: Workload) -> ClosedForm | None:
+    """The errors of this strategy on this workload without a recursion over all steps, where there are any."""
+    if workload.is_prefix and isinstance(strategy, OnlineTree):
+        return TreeError(strategy.variances, strategy.steps)
+    if workload.is_prefix and isinstance(strategy, Stamped):
+        epoch = closed_form(strategy.epoch, prefix(strategy.epoch.steps))
+        return None if epoch is None else StampedError(epoch, strategy.epochs)
+    if workload.coefficients is None:
+        return None
+    if isinstance(strategy, BandedInverse):
+        return BandedInverseError(strategy.inverse_coefficients, workload)
+    if isinstance(strategy, BufferedToeplitz) and (A := _time_invariant(workload)) is not None:
+        both = compose(state_space(lambda i: A, len(A.input)), strategy.inverse()).matrices
+        assert both is not None
+        return TimeInvariantError(both(0), strategy.steps)
+    if isinstance(strategy, BandedToeplitz) and strategy.normalize_columns:
+        if workload.inverse_columns is None:
+            return None
+        return ToeplitzError(strategy.coefficients, workload, normalize=True)
+    theta = strategy.toeplitz()
+    return None if theta is None else ToeplitzError(theta, workload, normalize=False)
+
+
+def _time_invariant(workload: Workload) -> Matrices | None:
+    """(F, G, H, D) of a Toeplitz workload with a small state; None for others."""
+    operator = workload.operator
+    if operator.matrices is None or operator.buffers > _LARGEST_STATE:
+        return None
+    return operator.matrices(workload.steps - 1)  # a first row may be cut off; the last one never is
+
+
+@dataclass(frozen=True)
+class TimeInvariantError:
+    """A C^-1 is time-invariant with impulse response h: step i has error sum_{j <= i} h_j^2."""
+
+    matrices: Matrices
+    steps: int
+
+    def per_step(self) -> FloatArray:
+        return np.cumsum(impulse_response(self.matrices, self.steps) ** 2)
+
+    def mean(self) -> float:
+        return mean_running_norm(self.matrices, self.steps)
+
+    def maximum(self) -> float:
+        return squared_norm(self.matrices, self.steps)
+
+
+class BandedInverseError:
+    """A C^-1 is Toeplitz with w = r * lambda, which settles as soon as lambda has."""
+
+    def __init__(self, r: FloatArray, workload: Workload) -> None:
+        assert workload.coefficients is not None
+        n, limit = workload.steps, workload.limit
+        terms = n if limit is None else min(n, 256 + len(r) + workload.operator.buffers)
+        while True:
+            coefficients = workload.coefficients(terms)
+            if limit is None or terms == n or np.abs(coefficients[-len(r) :] - limit).max() <= 1e-15:
+                break
+            terms = min(n, 4 * terms)
+        convolve = fftconvolve if len(r) > 256 else np.convolve
+        self.response = Response(convolve(coefficients, r)[:terms], (limit or 0.0) * float(np.sum(r)), n)
+
+    def per_step(self) -> FloatArray:
+        return np.cumsum(self.response.window(0, self.response.steps) ** 2)
+
+    def mean(self) -> float:
+        n, m = self.response.steps, len(self.response.head)
+        return self.response.total((n - np.arange(m)) / n, (n - m) * (n - m + 1) / 2 / n)
+
+    def maximum(self) -> float:
+        return self.response.total(np.ones(len(self.response.head)), self.response.tail_steps)
+
+
+@dataclass(frozen=True)
+class TreeError:
+    """Running sums of lengths 1 ... steps: independent estimates, one for each binary digit of the length."""
+
+    variances: FloatArray
+    steps: int
+
+    def per_step(self) -> FloatArray:
+        lengths = np.arange(1, self.steps + 1)
+        return sum((v * (lengths >> h & 1) for h, v in enumerate(self.variances)), np.zeros(self.steps))
+
+    def mean(self) -> float:
+        return sum(v * self._lengths_with(h) for h, v in enumerate(self.variances)) / self.steps
+
+    def _lengths_with(self, h: int) -> int:
+        """How many of the lengths 0 ... steps have the digit h: half of every full turn of 2^(h+1)."""
+        turns, rest = divmod(self.steps + 1, 2 << h)
+        return (turns << h) + max(0, rest - (1 << h))
+
+    def maximum(self) -> float:
+        """At the last step, or at a length that has one digit less there and all digits below."""
+        heights = range(len(self.variances))
+        lengths = [self.steps] + [(self.steps >> h << h) - 1 for h in heights if self.steps >> h & 1]
+        return max(sum(float(self.variances[h]) for h in heights if length >> h & 1) for length in lengths)
+
+
+@dataclass(frozen=True)
+class StampedError:
+    """Running sums: every epoch that is over adds its last error to all that follow."""
+
+    epoch: ClosedForm
+    epochs: int
+
+    def per_step(self) -> FloatArray:
+        errors = self.epoch.per_step()
+        return np.add.outer(np.arange(self.epochs) * errors[-1], errors).ravel()
+
+    def mean(self) -> float:
+        return float(np.mean(self.per_step()))
+
+    def maximum(self) -> float:
+        return float(np.max(self.per_step()))

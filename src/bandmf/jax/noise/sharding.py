@@ -1,0 +1,146 @@
+"""How the history of one tensor lies on the devices: on one, like the gradient, or flat over a mesh.
+
+Every device draws its own coordinates and combines its own history: nothing is communicated, except that
+noise from a flat history moves once, to where the gradient lies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import shard_map
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from bandmf import _check
+from bandmf.jax.noise.chacha import Array
+from bandmf.jax.noise.normals import Coordinate, Spans, advance, normals
+
+Shape = tuple[int, ...]
+REPLICATED = PartitionSpec()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Vectors of shape `stored` on `mesh` (None: one device), which hold a tensor of shape `shape`."""
+
+    shape: Shape
+    stored: Shape
+    mesh: Mesh | None = None
+    spec: PartitionSpec = REPLICATED
+
+    def zeros(self, slots: int) -> Array:
+        """An empty history, made where it will lie."""
+        shape = (slots, *self.stored)
+        if self.mesh is None:
+            return jnp.zeros(shape, jnp.float32)
+        sharding = NamedSharding(self.mesh, PartitionSpec(None, *self.spec))
+        return jax.jit(lambda: jnp.zeros(shape, jnp.float32), out_shardings=sharding)()
+
+    def spans(self, tensor: int) -> Spans:
+        """The coordinates that this device holds; inside shard_map where there is a mesh."""
+        # Along every dimension, the number of this device's block.
+        blocks = [jax.lax.axis_index(axes) if axes else 0 for axes in self._axes]
+        return _box(tensor, self.stored, self.local, blocks)
+
+    @property
+    def local(self) -> Shape:
+        """The shape of what one device holds."""
+        sizes = self.mesh.shape if self.mesh is not None else {}
+        counts = [math.prod(sizes[axis] for axis in axes) for axes in self._axes]
+        return tuple(size // count for size, count in zip(self.stored, counts, strict=True))
+
+    @property
+    def _axes(self) -> list[tuple[str, ...]]:
+        """The mesh axes that each dimension is cut over."""
+        entries = [*self.spec, *[None] * (len(self.stored) - len(self.spec))]
+        return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
+
+    def to_gradient(self, y: Array) -> Array:
+        """Noise in the gradient's shape; from a flat history this is the one move between devices."""
+        if self.stored == self.shape:
+            return y
+        return self._gathered(y)[: math.prod(self.shape)].reshape(self.shape)
+
+    def save(self, history: Array) -> Array:
+        """History for a checkpoint: (slots, *shape), without padding, whatever the mesh; always a copy."""
+        if self.stored == self.shape:
+            return jnp.copy(history)
+        return self._gathered(history)[:, : math.prod(self.shape)].reshape(-1, *self.shape)
+
+    def _gathered(self, value: Array) -> Array:
+        """`value` where it may be cut anywhere: with explicit shardings, on every device."""
+        if self.mesh is None or not _explicit(self.mesh):
+            return value
+        return jax.sharding.reshard(value, NamedSharding(self.mesh, REPLICATED))
+
+    def load(self, saved: Any, like: Array) -> Array:
+        """`saved` as `save` gives it, laid out like `like`."""
+        saved = jnp.array(saved, jnp.float32)  # a copy: the state may be donated, the checkpoint not
+        expected = (len(like), *self.shape)
+        if saved.shape != expected:
+            raise _check.fail("shape of the saved history", saved.shape, f"must be {expected}")
+        if self.stored != self.shape:
+            flat = saved.reshape(len(like), math.prod(self.shape))
+            saved = jnp.pad(flat, ((0, 0), (0, math.prod(self.stored) - flat.shape[1])))
+        return jax.device_put(saved, like.sharding)
+
+
+def layout_of(leaf: Any, shape: Shape) -> Layout:
+    """The layout of an array: its own sharding, where that is over a mesh."""
+    sharding = getattr(leaf, "sharding", None)
+    if isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated:
+        whole = (*sharding.spec, *[None] * (len(shape) - len(sharding.spec)))
+        return Layout(shape, shape, sharding.mesh, PartitionSpec(*whole))  # type: ignore[arg-type]
+    return Layout(shape, shape)
+
+
+def flat_layout(shape: Shape, mesh: Mesh) -> Layout:
+    """One flat vector cut evenly over all devices of a mesh, padded so that the cut is even."""
+    each = -(-math.prod(shape) // mesh.size)
+    return Layout(shape, (each * mesh.size,), mesh, PartitionSpec(tuple(mesh.axis_names)))
+
+
+def _explicit(mesh: Mesh) -> bool:
+    """Whether the user keeps track of shardings ("sharding in types"), instead of leaving them to XLA."""
+    return any(str(kind).endswith("Explicit") for kind in getattr(mesh, "axis_types", ()))
+
+
+def white(layouts: Mapping[str, Layout], key: Array, step: Array, cipher_rounds: int) -> dict[str, Array]:
+    """z of all tensors (ids in the order of the mapping), every device drawing its own part."""
+    ids = {name: tensor for tensor, name in enumerate(layouts)}
+    result: dict[str, Array] = {}
+    for mesh in {layout.mesh for layout in layouts.values()}:
+        names = [name for name, layout in layouts.items() if layout.mesh == mesh and 0 not in layout.local]
+
+        def here(key: Array, step: Array, names: list[str] = names) -> dict[str, Array]:
+            drawn = normals(key, step, [layouts[name].spans(ids[name]) for name in names], cipher_rounds)
+            return {name: z.reshape(layouts[name].local) for name, z in zip(names, drawn, strict=True)}
+
+        specs = {name: layouts[name].spec for name in names}
+        if mesh is not None:
+            here = shard_map(here, mesh=mesh, in_specs=(REPLICATED,) * 2, out_specs=specs, check_vma=False)
+        result |= here(key, step)
+    empty = {name: jnp.zeros(layouts[name].stored, jnp.float32) for name in layouts if name not in result}
+    return result | empty
+
+
+def _box(tensor: int, whole: Shape, local: Shape, blocks: list[Any]) -> Spans:
+    """The box of shape `local` with these block numbers, as spans of consecutive coordinates."""
+    strides = [math.prod(whole[k + 1 :]) for k in range(len(whole))]
+    cut = max((k for k in range(len(whole)) if local[k] != whole[k]), default=0)
+    start: Coordinate = (np.uint32(0), np.uint32(0))
+    for block, size, stride in zip(blocks, local, strides, strict=True):
+        start = advance(start, block, size * stride)
+    # Spans begin at start + sum_k index_k stride_k, over the dimensions before the last one that is cut.
+    starts: Coordinate = (jnp.full(1, start[0], jnp.uint32), jnp.full(1, start[1], jnp.uint32))
+    for k in range(cut):
+        index = jnp.arange(local[k], dtype=jnp.uint32)
+        moved = advance((starts[0][:, None], starts[1][:, None]), index[None, :], strides[k])
+        starts = moved[0].reshape(-1), moved[1].reshape(-1)
+    return Spans(tensor, starts, math.prod(local[cut:]))

@@ -1,0 +1,114 @@
+"""Families with a single parameter, found without gradients: a sweep over its logarithm, then a scalar search.
+
+inverse_plus_constant    theta_i = 1/i + c, i = 1 ... bands          the paper's gradient-free family
+lti                      C(x) = (1 - (1 - nu) x)^(-1/2)              nu the damping
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+from scipy.optimize import minimize_scalar
+
+from bandmf import _check, strategies
+from bandmf._deprecated import once_positional
+from bandmf._types import FloatArray
+from bandmf.error import max_error, rmse
+from bandmf.error.toeplitz import ToeplitzError
+from bandmf.optimize import arguments
+from bandmf.optimize.solution import Clock, Descent, Solution
+from bandmf.participation import Participation
+from bandmf.strategies import BandedToeplitz
+from bandmf.workloads import Workload
+
+
+@once_positional("normalize_columns")
+def inverse_plus_constant(
+    steps: int,
+    bands: int,
+    *,
+    workload: Workload | None = None,
+    participation: Participation | None = None,
+    objective: str = "mean",
+    normalize_columns: bool = True,
+) -> Solution:
+    """The best c for a Toeplitz workload; `objective` is "mean" or "max".
+
+    With `normalize_columns` the columns are normalized inside the search, not after it. Several
+    participations must be at least `bands` steps apart.
+
+    >>> solution = inverse_plus_constant(1024, 16, normalize_columns=False)
+    >>> round(solution.rmse / 6.342793 - 1, 4)  # above the best Toeplitz strategy
+    0.0013
+    """
+    clock = Clock()
+    steps, bands = arguments.sizes(steps, bands)
+    workload = arguments.workload_for(workload, steps)
+    normalize = _check.choice("normalize_columns", normalize_columns, (True, False))
+    largest = _check.choice("objective", objective, ("mean", "max")) == "max"
+    arguments.require_toeplitz(workload, normalize)
+    root = math.sqrt(arguments.disjoint_count(participation, steps, bands, normalize))
+
+    def coefficients(log_c: float) -> FloatArray:
+        theta = 1 / np.arange(1, bands + 1) + math.exp(log_c)
+        return theta / np.linalg.norm(theta)
+
+    def error(log_c: float) -> ToeplitzError:
+        return ToeplitzError(coefficients(log_c), workload, normalize)
+
+    def squared(log_c: float) -> float:
+        return error(log_c).maximum() if largest else error(log_c).mean()
+
+    found = _search(squared, np.log(np.geomspace(1e-5, 1e4, 37)), 1e-9)
+    log_c = float(found.x[0])
+    found.message = f"theta_i = 1/i + {math.exp(log_c):.6g}"
+    strategy = BandedToeplitz(coefficients(log_c), steps, normalize)
+    mean = root * math.sqrt(error(log_c).mean())
+    return Solution.of(strategy, mean, found, clock, objective=root * math.sqrt(found.loss))
+
+
+@once_positional("participation", "workload", "objective")
+def lti(
+    steps: int,
+    *,
+    workload: Workload | None = None,
+    participation: Participation | None = None,
+    objective: str = "mean",
+) -> Solution:
+    """The LTI strategy with the best damping; `objective` is "mean" or "max".
+
+    `rmse` includes the sensitivity under `participation`. O(n log n) an evaluation.
+
+    >>> from bandmf.participation import FixedEpochs
+    >>> solution = lti(256, participation=FixedEpochs(4))
+    >>> round(solution.rmse, 4), solution.message
+    (5.9674, 'damping=0.0102')
+    """
+    clock = Clock()
+    steps = _check.whole("steps", steps)
+    workload = arguments.workload_for(workload, steps)
+    measure = max_error if _check.choice("objective", objective, ("mean", "max")) == "max" else rmse
+
+    def value(log_damping: float) -> float:
+        strategy = strategies.lti(steps, math.exp(log_damping))
+        return measure(strategy, workload=workload, participation=participation)
+
+    # Below 0.01 / n the damping is not felt within n steps.
+    found = _search(value, np.linspace(math.log(0.01 / steps), 0.0, 25), 1e-6)
+    damping = math.exp(found.x[0])
+    found.message = f"damping={damping:.3g}"
+    strategy = strategies.lti(steps, damping)
+    mean = rmse(strategy, workload=workload, participation=participation)
+    return Solution.of(strategy, mean, found, clock, objective=found.loss)
+
+
+def _search(value: Callable[[float], float], grid: FloatArray, tolerance: float) -> Descent:
+    """The lowest point of the grid, refined between its neighbors."""
+    values = [value(point) for point in grid]
+    middle = int(np.argmin(values))
+    low, high = grid[max(0, middle - 1)], grid[min(len(grid) - 1, middle + 1)]
+    best = minimize_scalar(value, bounds=(low, high), method="bounded", options={"xatol": tolerance})
+    point, lowest = (best.x, best.fun) if best.fun <= values[middle] else (grid[middle], values[middle])
+    return Descent(np.array([point]), float(lowest), len(grid) + int(best.nfev), bool(best.success), "")

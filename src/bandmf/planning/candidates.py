@@ -1,0 +1,178 @@
+"""Candidates: each number of bands with its noise multiplier and error, and the search for the best of them.
+
+For b bands the noise multiplier is that of ceil(n / b) Poisson-sampled rounds with probability b B / N, and
+the error that of the best column-normalized banded Toeplitz strategy. Few bands mean strong amplification,
+many bands good cancellation; the product falls to a minimum, found by walking in octaves and refining, and
+rises again, but may fall once more towards the end, where sampling no longer counts: the end is a candidate
+as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from bandmf.error import rmse
+from bandmf.optimize import banded_toeplitz, stretch
+from bandmf.planning.request import Request
+from bandmf.strategies import BandedToeplitz, Strategy
+
+_POLISHED_BANDS = 256  # beyond, normalizing inside the optimization is slow and changes nothing
+_NORMALIZED_BANDS = 1024  # beyond, normalizing takes matrices of bands x bands for half a percent: left out
+_LAST_COMPARED = 1 << 20  # bands; more are only evaluated where the search leads there
+_QUICKLY_EVALUATED = 256  # bands; among so few the search looks closer
+_NEAR_ENOUGH = 0.1  # of the best bands, relatively: the error changes by a few ten-thousandths
+
+
+class Candidate(NamedTuple):
+    """One number of bands: its noise multiplier and error, and the memory of its noise on each device."""
+
+    bands: int
+    noise_multiplier: float
+    rmse: float
+    memory: float | None
+
+
+Progress = Callable[[Candidate], None]
+
+
+def normalization(bands: int) -> str | bool:
+    """How the columns of a strategy with so many bands are normalized when time matters."""
+    return "after" if bands <= _NORMALIZED_BANDS else False
+
+
+class Candidates:
+    """All candidates for a request that were evaluated so far, each once."""
+
+    def __init__(self, request: Request, progress: Progress | None = None) -> None:
+        self.request, self._progress = request, progress
+        self._evaluated: dict[int, Candidate] = {}
+        self._strategies: dict[int, BandedToeplitz] = {}
+
+    def __contains__(self, bands: int) -> bool:
+        return bands in self._evaluated
+
+    def all(self) -> tuple[Candidate, ...]:
+        """All of them, by bands."""
+        return tuple(self._evaluated[bands] for bands in sorted(self._evaluated))
+
+    def evaluate(self, bands: int) -> Candidate:
+        """The candidate with so many bands."""
+        if bands not in self._evaluated:
+            self._strategies[bands], error = self._good_strategy(bands)
+            self._note(self._strategies[bands], error)
+        return self._evaluated[bands]
+
+    def evaluate_strategy(self, strategy: Strategy) -> Candidate:
+        """A candidate for a strategy that is given."""
+        request = self.request
+        error = rmse(strategy, workload=request.workload, participation=request.participation)
+        return self._note(strategy, error)
+
+    def _note(self, strategy: Strategy, error: float) -> Candidate:
+        sigma = self.request.sigma(strategy.bands)
+        memory = self.request.noise_memory(strategy) if self._fits(strategy.bands) else None
+        candidate = Candidate(strategy.bands, sigma, sigma * error, memory)
+        self._evaluated[candidate.bands] = candidate
+        if self._progress is not None:
+            self._progress(candidate)
+        return candidate
+
+    def _good_strategy(self, bands: int) -> tuple[BandedToeplitz, float]:
+        """One of nearly the least error, with that error, which is exact.
+
+        Where it would take seconds, the search for it begins at a neighbor that has been evaluated, follows the
+        response for eight times the bands only, and ends early: a few hundred-thousandths from the least error.
+        """
+        request, options = self.request, dict[str, Any]()
+        if bands > _POLISHED_BANDS:
+            options["tolerance"] = 1e-6
+            if request.workload.limit is not None:
+                options["terms"] = min(request.steps, 8 * bands)
+            near = min(self._strategies, key=lambda known: abs(math.log(known / bands)), default=1)
+            if bands / 8 <= near <= 8 * bands:
+                options["start"] = stretch(self._strategies[near].coefficients, bands)
+        options["normalize_columns"] = normalization(bands)
+        found = banded_toeplitz(request.steps, bands, workload=request.workload, **options)
+        assert isinstance(found.strategy, BandedToeplitz)
+        return found.strategy, found.rmse
+
+    def best_strategy(self, bands: int) -> Strategy:
+        """The strategy of the least error, for the bands that are chosen."""
+        request = self.request
+        if bands <= _POLISHED_BANDS:
+            return banded_toeplitz(request.steps, bands, workload=request.workload).strategy
+        return banded_toeplitz(
+            request.steps,
+            bands,
+            workload=request.workload,
+            normalize_columns=normalization(bands),
+            tolerance=1e-9,
+            start=self._strategies[bands].coefficients,
+        ).strategy
+
+    def _fits(self, bands: int) -> bool:
+        return bands <= self.request.bands_in_memory
+
+    # --- the search ---------------------------------------------------------------------------------------
+
+    def best(self) -> Candidate:
+        """The best number of bands: octaves from the rule of thumb, then the lowest points of parabolas."""
+        request = self.request
+        assert request.examples is not None
+        assert request.epsilon is not None
+        epochs = request.steps * request.batch_size / request.examples
+        guess = request.epsilon * math.sqrt(request.steps) / epochs  # the paper's rule of thumb
+        best = self._walk(self._snap(2 ** round(math.log2(max(1.0, guess)))), 2)
+        while (lowest := self._lowest_of_parabola(best)) not in self:
+            best = min(best, lowest, key=lambda bands: self.evaluate(bands).rmse)
+        if best <= _QUICKLY_EVALUATED:
+            self._walk(best, 2**0.125)
+        for end in (1, request.most_bands):  # DP-SGD and the unamplified end, for comparison
+            if end <= _LAST_COMPARED:
+                self.evaluate(end)
+        return self._least()
+
+    def best_in_memory(self) -> Candidate:
+        """The best of those whose noise fits into memory, the largest among them."""
+        most = self.request.bands_in_memory
+        self.evaluate(self._snap(most))
+        return self._least(most)
+
+    def _least(self, most: int | None = None) -> Candidate:
+        fitting = [candidate for candidate in self.all() if most is None or candidate.bands <= most]
+        return min(fitting, key=lambda candidate: candidate.rmse)
+
+    def _walk(self, bands: int, factor: float) -> int:
+        """Multiply or divide by `factor` for as long as that helps."""
+        for direction in (factor, 1 / factor):
+            while True:
+                following = self._snap(round(bands * direction))
+                if following == bands or self.evaluate(following).rmse >= self.evaluate(bands).rmse:
+                    break
+                bands = following
+        return bands
+
+    def _lowest_of_parabola(self, best: int) -> int:
+        """Where the parabola through the best and its neighbors is lowest, in logarithms; `best` if near enough."""
+        fewer = max((bands for bands in self._evaluated if bands < best), default=best)
+        more = min((bands for bands in self._evaluated if bands > best), default=best)
+        if not fewer < best < more:
+            return best
+        x = [math.log(bands / best) for bands in (fewer, best, more)]
+        y = [math.log(self._evaluated[bands].rmse) for bands in (fewer, best, more)]
+        left, right = (
+            (y[0] - y[1]) / -x[0],
+            (y[2] - y[1]) / x[2],
+        )  # both slopes away from the best are upwards
+        if left + right <= 0:
+            return best
+        lowest = (left * x[2] + right * x[0]) / (2 * (left + right))
+        bands = self._snap(round(best * math.exp(lowest)))
+        return best if abs(math.log(bands / best)) < _NEAR_ENOUGH else bands
+
+    def _snap(self, bands: int) -> int:
+        """The fewest bands with as many rounds: those between only sample more often."""
+        bands = max(1, min(bands, self.request.most_bands))
+        return -(-self.request.steps // -(-self.request.steps // bands))

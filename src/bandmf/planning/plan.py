@@ -1,0 +1,247 @@
+"""A plan: one frozen object that owns strategy, sampling and privacy accounting, so they cannot disagree."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from bandmf import _check, accounting
+from bandmf.accounting.events import Event, cyclic_poisson, one_release, sampling_probability
+from bandmf.error import rmse
+from bandmf.noise.schedule import BYTES_PER_NUMBER, DEVICES, vectors_held
+from bandmf.participation import Participation
+from bandmf.planning import plan_file
+from bandmf.planning.candidates import Candidate
+from bandmf.planning.explain import explain
+from bandmf.planning.request import vector_limit
+from bandmf.sensitivities import sensitivity
+from bandmf.strategies import Strategy
+from bandmf.workloads import Workload
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """How to train with privacy; made by `bandmf.plan`, saved as JSON, never changed.
+
+    Guarantees: with the sampling named here, clipping to `clip_norm`, and noise C^-1 z with standard
+    deviation clip_norm * noise_scale for z, the whole run of `steps` steps is (epsilon, delta)-DP under
+    `adjacency`. What follows from other fields is derived, never stored; a plan whose noise does not meet its
+    epsilon, by the accountant, cannot be constructed, replaced or loaded.
+    """
+
+    strategy: Strategy
+    noise_multiplier: float
+    epsilon: float
+    delta: float
+    batch_size: float
+    examples: int | None
+    adjacency: str
+    workload: Workload
+    participation: Participation | None = None  # None: cyclic Poisson sampling, with amplification
+    max_batch_size: int | None = None
+    parameters: int | None = None
+    memory_limit: float | None = None  # bytes on each device
+    devices: int = 1
+    device: str | None = None
+    candidates: tuple[Candidate, ...] = ()
+    best_without_memory_limit: Candidate | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.strategy, Strategy):
+            raise _check.fail(
+                "strategy", self.strategy, "must come from bandmf.strategies or bandmf.optimize"
+            )
+        self.workload.require_steps(self.steps)
+        _check.real("batch_size", self.batch_size, 0, self.examples or math.inf, open_low=True)
+        _check.choice("device", self.device, (None, *DEVICES))
+        if self.amplified:
+            most = int(_check.whole("examples", self.examples) / self.batch_size)
+            _check.whole("strategy.bands", self.bands, 1, max(1, most), f"examples / batch_size = {most}")
+        elif self.max_batch_size is not None:
+            raise _check.fail("max_batch_size", self.max_batch_size, "has no meaning without sampling")
+        self.confirm()
+
+    def confirm(self) -> None:
+        """Run the accountant: fail unless the noise meets (epsilon, delta)."""
+        if not (found := self.spent()) <= self.epsilon * (1 + 1e-9):
+            raise _check.fail(
+                "epsilon",
+                self.epsilon,
+                f"the accountant finds {found:.6g} for noise_multiplier={self.noise_multiplier:.6g} and "
+                f"bands={self.bands}",
+                "make a new plan with bandmf.plan",
+            )
+
+    @property
+    def steps(self) -> int:
+        """Training steps: those of the strategy."""
+        return self.strategy.steps
+
+    @property
+    def bands(self) -> int:
+        """Non-zero diagonals of the strategy: after so many steps noise is independent again."""
+        return self.strategy.bands
+
+    @cached_property
+    def error(self) -> float:
+        """Sensitivity times root mean squared error of the strategy, without the noise multiplier."""
+        return rmse(self.strategy, workload=self.workload, participation=self.participation)
+
+    @property
+    def amplified(self) -> bool:
+        """Whether the random sampling of batches counts towards privacy."""
+        return self.participation is None
+
+    @property
+    def sampling_probability(self) -> float:
+        """Probability that an example of the current part enters the batch: bands * batch_size / examples."""
+        if not self.amplified:
+            return 1.0
+        assert self.examples is not None
+        return sampling_probability(self.bands, self.batch_size, self.examples)
+
+    @property
+    def rounds(self) -> int:
+        """How often the part of any one example has its turn: ceil(steps / bands)."""
+        return -(-self.steps // self.bands) if self.amplified else 1
+
+    @cached_property
+    def events(self) -> tuple[Event, ...]:
+        """What the accountant is told; where there are several, the worst one counts."""
+        if not self.amplified:
+            return (one_release(self.adjacency),)
+        assert self.examples is not None
+        return cyclic_poisson(
+            self.steps, self.bands, self.batch_size, self.examples, self.adjacency, self.max_batch_size
+        )
+
+    @property
+    def epochs(self) -> float | None:
+        """Expected participations of an example."""
+        return None if self.examples is None else self.steps * self.batch_size / self.examples
+
+    @cached_property
+    def sensitivity(self) -> float:
+        """Per unit clip norm: of one round when amplified, else of the whole run under `participation`."""
+        return sensitivity(self.strategy, self.participation)
+
+    @property
+    def noise_scale(self) -> float:
+        """The standard deviation of z per unit clip norm: noise_multiplier * sensitivity."""
+        return self.noise_multiplier * self.sensitivity
+
+    @property
+    def rmse(self) -> float:
+        """Error of the workload's outputs (running sums of clipped gradient sums) at clip norm 1."""
+        return self.noise_multiplier * self.error
+
+    @property
+    def mean_rmse(self) -> float:
+        """The same on mean gradients: the one number that compares runs of different batch size."""
+        return self.rmse / self.batch_size
+
+    @property
+    def dp_sgd_ratio(self) -> float | None:
+        """DP-SGD's error at the same budget and batch size, over the plan's; None where it was not evaluated."""
+        dp_sgd = self._dp_sgd
+        return None if dp_sgd is None else dp_sgd.rmse / self.rmse
+
+    @property
+    def full_batch_ratio(self) -> float | None:
+        """Full-batch DP-SGD's error of mean gradients over the plan's, at examples / batch_size times the work.
+
+        Every step then has all examples: as many Gaussian releases as steps, with noise divided by all of them.
+        """
+        dp_sgd = self._dp_sgd
+        if dp_sgd is None or self.examples is None or not math.isfinite(self.epsilon):
+            return None
+        sigma = accounting.calibrated(one_release(self.adjacency), self.epsilon, self.delta)
+        error = dp_sgd.rmse / dp_sgd.noise_multiplier  # of independent noise
+        return math.sqrt(self.steps) * sigma * error / self.examples / self.mean_rmse
+
+    @property
+    def _dp_sgd(self) -> Candidate | None:
+        if not self.amplified:
+            return None
+        return next((candidate for candidate in self.candidates if candidate.bands == 1), None)
+
+    @property
+    def max_vectors(self) -> int | None:
+        """How many vectors of the model's size the noise engine may keep under the memory limit."""
+        return vector_limit(self.memory_limit, self.parameters, self.devices)
+
+    @cached_property
+    def memory(self) -> float | None:
+        """Bytes of noise that the engine will hold on each device: history and look-ahead, in float32."""
+        if self.parameters is None:
+            return None
+        held = vectors_held(self.strategy, self.device, self.max_vectors)
+        return BYTES_PER_NUMBER * held * self.parameters / self.devices
+
+    @property
+    def rule_of_thumb(self) -> float | None:
+        """The paper's quick guess at the best bands: epsilon sqrt(steps) / epochs."""
+        return None if self.epochs is None else self.epsilon * math.sqrt(self.steps) / self.epochs
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of all that defines the plan: equal for equal plans, on any machine."""
+        return plan_file.digest(plan_file.to_dict(self))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def spent(self) -> float:
+        """The epsilon of the whole run, by the accountant."""
+        return max(accounting.spent(event, self.noise_multiplier, self.delta) for event in self.events)
+
+    def spent_after(self, steps: int) -> float:
+        """The epsilon of the first so many steps; without amplification one release covers them all."""
+        steps = _check.whole("steps", steps, 0, self.steps, f"the plan's steps={self.steps}")
+        if steps == 0:
+            return 0.0
+        if not self.amplified:
+            return self.spent()
+        so_far = [event.after(-(-steps // self.bands)) for event in self.events]
+        return max(accounting.spent(event, self.noise_multiplier, self.delta) for event in so_far)
+
+    def epsilon_for(self, participation: Participation) -> float:
+        """What an unamplified run has spent, after the fact, when users took part as given here."""
+        if self.amplified:
+            raise ValueError(
+                "participation: this plan relies on cyclic Poisson sampling; make one with participation= "
+                "to account for other patterns"
+            )
+        realized = self.noise_scale / sensitivity(self.strategy, participation)
+        return accounting.spent(one_release(self.adjacency), realized, self.delta)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the plan as JSON (a large strategy goes into a file beside it)."""
+        return plan_file.save(self, Path(path))
+
+    @staticmethod
+    def load(path: str | Path, workload: Workload | None = None) -> Plan:
+        """Read a plan; refuses a tampered or unknown file, and runs the accountant again.
+
+        A plan for a streaming operator of your own needs that `workload` again: a file cannot hold it.
+        """
+        return plan_file.load(Path(path), workload, Plan)
+
+    def explain(self) -> str:
+        """In words and numbers: what is guaranteed, to whom, under which sampling, what must not change."""
+        return explain(self)
+
+    def summary(self) -> dict[str, Any]:
+        """The numbers that people look for, by name."""
+        names = (
+            "steps batch_size examples epochs epsilon delta adjacency bands noise_multiplier noise_scale "
+            "sampling_probability rounds rmse mean_rmse dp_sgd_ratio full_batch_ratio memory rule_of_thumb "
+            "digest"
+        )
+        return {name: getattr(self, name) for name in names.split()} | {"workload": self.workload.name}

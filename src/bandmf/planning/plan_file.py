@@ -1,0 +1,141 @@
+"""Plans on disk: JSON with a schema version, bound by digests; a large strategy in a .npz file beside it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bandmf import participation, strategies
+from bandmf._files import write_whole
+from bandmf.planning.candidates import Candidate
+from bandmf.strategies import Strategy
+from bandmf.strategies.files import from_arrays, to_arrays
+from bandmf.workloads import Workload, from_recipe
+
+if TYPE_CHECKING:
+    from bandmf.planning.plan import Plan
+
+SCHEMA = 2
+_INLINE = 4096  # numbers of a strategy that still go into the JSON itself
+_PLAIN = (
+    *("batch_size", "examples", "epsilon", "delta", "adjacency", "noise_multiplier", "max_batch_size"),
+    *("parameters", "memory_limit", "devices", "device"),
+)
+
+
+def to_dict(plan: Plan) -> dict[str, Any]:
+    """All that defines a plan, as plain JSON values; what can be derived is not in it."""
+    taking_part, best = plan.participation, plan.best_without_memory_limit
+    return {
+        "schema": SCHEMA,
+        **{name: getattr(plan, name) for name in _PLAIN},
+        "participation": taking_part and {"kind": type(taking_part).__name__, **vars(taking_part)},
+        "workload": _workload_to_dict(plan.workload),
+        "candidates": [list(candidate) for candidate in plan.candidates],
+        "best_without_memory_limit": best and list(best),
+        "strategy": _strategy_to_dict(plan.strategy),
+    }
+
+
+def digest(contents: Mapping[str, Any]) -> str:
+    """SHA-256 of the canonical JSON."""
+    return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
+
+
+def save(plan: Plan, path: Path) -> Path:
+    """Write a plan, and its strategy beside it when that is large."""
+    contents = to_dict(plan)
+    if contents["strategy"]["kind"] == "file":
+        strategies.save(plan.strategy, _beside(path))
+    write_whole(path, json.dumps({**contents, "digest": digest(contents)}, indent=1).encode() + b"\n")
+    return path
+
+
+def load(path: Path, workload: Workload | None, make: type[Plan]) -> Plan:
+    """The plan in this file, after every check; `make` is Plan, which this file cannot import."""
+    try:
+        contents = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise ValueError(f"path={str(path)!r}: not a plan of bandmf (not JSON)") from None
+    if not isinstance(contents, dict) or contents.get("schema") != SCHEMA:
+        found = contents.get("schema") if isinstance(contents, dict) else None
+        raise ValueError(f"path={str(path)!r}: plan schema {found} is unknown; this version reads {SCHEMA}")
+    if contents.pop("digest", None) != digest(contents):
+        raise ValueError(f"path={str(path)!r}: its digest does not match; it was changed after it was saved")
+    strategy = _strategy_from(contents["strategy"], path)
+    best = contents["best_without_memory_limit"]
+    try:
+        return make(
+            strategy=strategy,
+            workload=_workload_from(contents["workload"], workload, strategy.steps),
+            participation=_participation_from(contents["participation"]),
+            candidates=tuple(Candidate(*values) for values in contents["candidates"]),
+            best_without_memory_limit=best and Candidate(*best),
+            **{name: contents[name] for name in _PLAIN},
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"path={str(path)!r}: {error}") from None
+
+
+# --- its parts ----------------------------------------------------------------------------------------
+
+
+def _strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
+    arrays = to_arrays(strategy)
+    if sum(np.size(array) for array in arrays.values()) <= _INLINE:
+        return {"kind": "arrays", **{name: np.asarray(array).tolist() for name, array in arrays.items()}}
+    checksum = hashlib.sha256()
+    for name in sorted(arrays):
+        checksum.update(name.encode() + np.ascontiguousarray(arrays[name], np.float64).tobytes())
+    return {"kind": "file", "sha256": checksum.hexdigest()}
+
+
+def _strategy_from(contents: dict[str, Any], path: Path) -> Strategy:
+    if contents["kind"] == "arrays":
+        arrays = {name: np.array(value) for name, value in contents.items() if name != "kind"}
+        return from_arrays(arrays, path)
+    strategy = strategies.load(_beside(path))
+    if _strategy_to_dict(strategy) != contents:
+        raise ValueError(f"path={str(_beside(path))!r}: not the strategy of this plan, or changed since")
+    return strategy
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(path.stem + ".strategy.npz")
+
+
+def _workload_to_dict(workload: Workload) -> dict[str, Any]:
+    if workload.recipe is None:
+        return {"kind": "operator", "name": workload.name}
+    kind, arguments = workload.recipe
+    plain = {
+        name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in arguments.items()
+    }
+    return {"kind": kind, **plain}
+
+
+def _workload_from(contents: dict[str, Any], given: Workload | None, steps: int) -> Workload:
+    arguments = {name: value for name, value in contents.items() if name != "kind"}
+    if contents["kind"] != "operator":
+        return from_recipe((contents["kind"], arguments), steps)
+    if given is not None and given.name == contents["name"]:
+        return given
+    raise ValueError(
+        f"workload={contents.get('name')!r}: the plan was made for an operator of your own, which a file cannot "
+        "hold; give it as Plan.load(path, workload=...)"
+    )
+
+
+def _participation_from(contents: dict[str, Any] | None) -> participation.Participation | None:
+    if contents is None:
+        return None
+    kinds = {"Single", "MinSeparation", "FixedEpochs"}
+    if contents["kind"] not in kinds:
+        raise ValueError(f"participation={contents['kind']!r}: must be one of {', '.join(sorted(kinds))}")
+    arguments = {name: value for name, value in contents.items() if name != "kind"}
+    return getattr(participation, contents["kind"])(**arguments)

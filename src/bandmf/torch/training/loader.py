@@ -1,0 +1,129 @@
+"""The batches of a plan's sampler, cut into physical batches and shared among ranks.
+
+Guarantees: every rank has the same number of physical batches in a step, at least one, so that none waits for
+another; an empty share is filled with one example that counts nothing; together the shares are the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from bandmf import _check
+from bandmf.torch.training.step import Piece, Stepper
+
+_TAKEN = ("collate_fn", "num_workers", "pin_memory", "worker_init_fn", "multiprocessing_context")
+
+
+class Loader:
+    """Iterating gives the batches of one epoch, from the step the run is at; after the last step, none.
+
+    `len` is the number of steps of an epoch. With a physical batch size there can be more batches than that.
+    """
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        dataset: Any,
+        physical_batch_size: int | None,
+        epoch_steps: int | None,
+        options: Any,
+    ) -> None:
+        self._stepper, self._options = stepper, dict(options or {})
+        self.dataset = dataset
+        self.physical_batch_size = physical_batch_size
+        if physical_batch_size is not None:
+            self.physical_batch_size = _check.whole("physical_batch_size", physical_batch_size)
+        self.before_step: Callable[[int], None] = lambda step: None  # all of the steps before are done
+        self.epoch_steps = (
+            epoch_length(stepper) if epoch_steps is None else _check.whole("epoch_steps", epoch_steps)
+        )
+
+    def __len__(self) -> int:
+        return min(self.epoch_steps, self._stepper.plan.steps)
+
+    def __iter__(self) -> Iterator[Any]:
+        stepper = self._stepper
+        stepper.abandon()
+        end = min(stepper.plan.steps, (stepper.steps_taken // self.epoch_steps + 1) * self.epoch_steps)
+        streams = isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__getitem__")
+        source = (self._from_stream if streams else self._from_map)(stepper.steps_taken, end)
+        for piece in self.pieces(stepper.steps_taken, end):
+            stepper.check_consumed()
+            if piece.first:
+                self.before_step(piece.step)
+            data = next(source)
+            stepper.begin(piece)
+            yield data
+        stepper.check_consumed()
+        self.before_step(end)
+
+    def _from_map(self, begin: int, end: int) -> Iterator[Any]:
+        """By torch's DataLoader. Batches are pure functions of the step, so workers may load ahead of the run."""
+        return iter(
+            DataLoader(
+                self.dataset,
+                batch_sampler=_IndexLists(self, begin, end),
+                # Its own, as drawing on torch's generator would make a restarted run differ.
+                generator=torch.Generator().manual_seed(begin),
+                **self._options,
+            )
+        )
+
+    def _from_stream(self, begin: int, end: int) -> Iterator[Any]:
+        """One pass over the stream collects the examples of one turn of all parts, and ends when it has them."""
+        collate = self._options.get("collate_fn") or default_collate
+        window = self._stepper.plan.bands
+        for first in range(begin, end, window):
+            pieces = list(self.pieces(first, min(first + window, end)))
+            wanted = {index for piece in pieces for index in piece.indices}
+            found = {}
+            for index, example in self.dataset:
+                if index in wanted:
+                    found[int(index)] = example
+                if len(found) == len(wanted):
+                    break
+            if missing := wanted - found.keys():
+                raise _check.fail(
+                    "index", min(missing), "is not in the stream", "it must give all of 0 .. examples-1"
+                )
+            for piece in pieces:
+                yield collate([found[index] for index in piece.indices])
+
+    def pieces(self, begin: int, end: int) -> Iterator[Piece]:
+        """The physical batches of these steps on this rank."""
+        ranks = self._stepper.ranks
+        for step in range(begin, end):
+            batch = self._stepper.sampler.batch(step)
+            share = batch[ranks.rank :: ranks.world].tolist()
+            largest = -(-len(batch) // ranks.world)
+            size = self.physical_batch_size or max(1, largest)
+            count = max(1, -(-largest // size))
+            for number in range(count):
+                own = share[number * size : (number + 1) * size]
+                yield Piece(step, tuple(own or [0]), len(own), number == 0, number == count - 1, batch)
+
+
+class _IndexLists:
+    """What torch's DataLoader takes as a batch sampler."""
+
+    def __init__(self, loader: Loader, begin: int, end: int) -> None:
+        self._loader, self._begin, self._end = loader, begin, end
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (list(piece.indices) for piece in self._loader.pieces(self._begin, self._end))
+
+
+def epoch_length(stepper: Stepper) -> int:
+    """The number of steps in which an example is expected to take part once."""
+    return max(1, round(stepper.sampler.examples / stepper.plan.batch_size))
+
+
+def from_loader(data: Any) -> tuple[Dataset[Any], dict[str, Any]]:
+    """A data set and how to load from it, from a data set or from an existing DataLoader."""
+    if not isinstance(data, DataLoader):
+        return data, {}
+    return data.dataset, {name: getattr(data, name) for name in _TAKEN}

@@ -1,0 +1,239 @@
+"""make_private: an existing training loop becomes private in a few lines."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bandmf import _check
+from bandmf._deprecated import warn
+from bandmf.ledger import Ledger
+from bandmf.planning import Plan
+from bandmf.randomness.key import Key
+from bandmf.sampling import sampler
+from bandmf.torch.clipping import Ghost, make_clipping
+from bandmf.torch.clipping.ghost import GhostCriterion
+from bandmf.torch.training import checkpoint
+from bandmf.torch.training.loader import Loader, from_loader
+from bandmf.torch.training.optimizer import PrivateOptimizer, PrivateScheduler
+from bandmf.torch.training.ranks import Ranks
+from bandmf.torch.training.step import Stepper
+
+
+def make_private(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    dataset: Any,
+    plan: Plan,
+    *,
+    clip_norm: float,
+    key: Key | None = None,
+    physical_batch_size: int | None = None,
+    clipping: str = "hooks",
+    per_layer: bool = False,
+    loss_reduction: str = "mean",
+    criterion: Callable[..., Any] | None = None,
+    scheduler: Any = None,
+    epoch_steps: int | None = None,
+    loader_options: Mapping[str, Any] | None = None,
+    run_folder: str | Path | None = None,
+    save_every: int | None = None,
+) -> Private:
+    """Drop-in model, optimizer and loader for a training loop whose result is private as the plan says.
+
+    >>> import bandmf
+    >>> data = torch.utils.data.TensorDataset(torch.randn(100, 3), torch.randn(100, 1))
+    >>> model = nn.Linear(3, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> plan = bandmf.plan(epsilon=8, delta=1e-5, examples=100, batch_size=20, steps=10, bands=2)
+    >>> private = make_private(model, optimizer, data, plan, clip_norm=1.0)
+    >>> model, optimizer, loader = private.model, private.optimizer, private.loader
+    >>> for epoch in range(2):
+    ...     for x, y in loader:
+    ...         optimizer.zero_grad()
+    ...         loss = nn.functional.mse_loss(model(x), y)
+    ...         loss.backward()
+    ...         optimizer.step()
+    >>> private.steps_taken, private.finished
+    (10, True)
+
+    `dataset` may be a DataLoader: its data set, collate function and workers are taken, its batches are not.
+    It may be a stream, too: an iterable that gives (index, example) for all examples, each time it is
+    iterated. `physical_batch_size` bounds how many examples are in memory at once: `optimizer.step()` then
+    adds up, and only the call for the last piece of a batch updates the weights. `clipping` is "hooks",
+    "functorch" or "ghost" (with `criterion=`, or `private.backward(losses)`). `scheduler` returns as
+    `private.scheduler`, which counts logical steps. `run_folder` keeps key, ledger and checkpoints;
+    `private.resume()` continues from there; `save_every` steps, and at the end, a checkpoint is written by
+    itself.
+    """
+    if not isinstance(plan, Plan):
+        raise _check.fail("plan", type(plan).__name__, "must be a Plan", "make one with bandmf.plan(...)")
+    plan.confirm()
+    model = model.module if isinstance(model, DistributedDataParallel) else model
+    clip_norm = _check.real("clip_norm", clip_norm, 0, open_low=True)
+    parameters = _protected(model, optimizer)
+    ranks = Ranks(parameters.values())
+    folder = None if run_folder is None else Path(run_folder)
+    found: list[Key] = []
+    ranks.on_first(lambda: found.append(_key(key, folder)))
+    key = ranks.share_key(found[0] if found else None)
+    ranks.start_equal(model)
+    data, options = from_loader(dataset)
+    batches = sampler(plan, key, len(data) if hasattr(data, "__len__") else None)
+    world = ranks.world if ranks.sharded else None
+    clip = make_clipping(clipping, model, parameters, clip_norm, per_layer, loss_reduction, world)
+    stepper = Stepper(plan, key, batches, parameters, clip_norm, clip, ranks)
+    provenance = {
+        "plan": plan.digest, "steps": plan.steps, "key": key.fingerprint, "clip_norm": clip_norm,
+        "per_layer": bool(per_layer), "sampler": batches.provenance, "examples": batches.examples,
+    }  # fmt: skip
+    _open_ledger(stepper, folder, key, provenance)
+    loader = Loader(stepper, data, physical_batch_size, epoch_steps, {**options, **(loader_options or {})})
+    private = Private(model, optimizer, loader, stepper, criterion, scheduler, folder)
+    if save_every is not None:
+        private.save_every(save_every)
+    return private
+
+
+class Private:
+    """What make_private returns: the counterparts for the loop, and the state of the run."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loader: Loader,
+        stepper: Stepper,
+        criterion: Callable[..., Any] | None,
+        scheduler: Any,
+        folder: Path | None,
+    ) -> None:
+        self.model, self.loader, self.plan, self.stepper = model, loader, stepper.plan, stepper
+        self.optimizer = PrivateOptimizer(optimizer, stepper)
+        self.scheduler = None if scheduler is None else PrivateScheduler(scheduler, stepper)
+        if criterion is not None and isinstance(stepper.clipping, Ghost):
+            criterion = GhostCriterion(criterion, lambda: len(stepper.piece.indices), self.backward)
+        self.criterion = criterion
+        self.folder = folder
+
+    @property
+    def steps_taken(self) -> int:
+        """How many logical steps were taken."""
+        return self.stepper.steps_taken
+
+    @property
+    def step(self) -> int:
+        """The old name of `steps_taken`."""
+        warn("private.step", "private.steps_taken")
+        return self.steps_taken
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps of the plan were taken."""
+        return self.steps_taken >= self.plan.steps
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """The record of released steps (on rank 0)."""
+        return self.stepper.ledger
+
+    def spent(self) -> float:
+        """The epsilon of the steps taken so far, at the plan's delta."""
+        return self.plan.spent_after(self.steps_taken)
+
+    def backward(self, losses: Tensor) -> None:
+        """The backward pass for one loss per example; ghost clipping without `criterion` needs it."""
+        clipping, piece = self.stepper.clipping, self.stepper.piece
+        if not isinstance(clipping, Ghost):
+            raise RuntimeError("private.backward(losses) is for clipping='ghost'; call loss.backward()")
+        clipping.backward(losses, len(piece.indices), piece.valid)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a restart needs, the key excepted."""
+        return checkpoint.state_dict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to where `state` was saved; the ledger decides what may follow."""
+        checkpoint.load_state_dict(self, state)
+
+    def save(self) -> Path:
+        """Write a checkpoint into the run folder, all of it or nothing."""
+        return checkpoint.save(self, self._folder())
+
+    def save_every(self, steps: int) -> None:
+        """Let the loader save before every step that is a multiple of `steps` (0 too), and after the last."""
+        steps, folder = _check.whole("save_every", steps), self._folder()
+
+        def before_step(step: int) -> None:
+            if step % steps == 0 or self.finished:
+                checkpoint.save(self, folder)
+
+        self.loader.before_step = before_step
+
+    def resume(self) -> bool:
+        """Go on from the last checkpoint in the run folder; False if there is none."""
+        return checkpoint.resume(self, self._folder())
+
+    def _folder(self) -> Path:
+        if self.folder is None:
+            raise ValueError("run_folder=None: give make_private a run_folder to save and resume")
+        return self.folder
+
+    def close(self) -> None:
+        """Take Opacus's hooks off the model, and let go of the ledger."""
+        self.stepper.clipping.remove()
+        if self.stepper.ledger is not None:
+            self.stepper.ledger.close()
+
+
+def _protected(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """The trainable parameters, by name: those of the model and those of the optimizer must be the same."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    known = {id(p) for p in named.values()}
+    optimized = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    if optimized - known:
+        raise ValueError(
+            "optimizer: holds trainable parameters that are not the model's; make it from the model"
+        )
+    if missing := [name for name, p in named.items() if id(p) not in optimized]:
+        raise ValueError(
+            f"model: {missing[0]!r} is trainable but not in the optimizer; add it, or freeze it with "
+            "requires_grad_(False)"
+        )
+    if not named:
+        raise ValueError("model: has no trainable parameters")
+    return named
+
+
+def _key(key: Key | None, folder: Path | None) -> Key:
+    """The key of the run: the one in its folder, the one given, or a fresh one, which is kept."""
+    if folder is None:
+        return Key() if key is None else key
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "key"
+    if not path.exists():
+        # Named only when it is complete, so that a crash leaves a whole key or none.
+        draft = folder / f".key-{os.getpid()}"
+        draft.unlink(missing_ok=True)
+        (key or Key()).save(draft)
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)
+        draft.unlink()
+    stored = Key.load(path)
+    if key is not None and key != stored:
+        raise ValueError(f"key: the run in {folder} has another key; leave key= out, or use another folder")
+    return stored
+
+
+def _open_ledger(stepper: Stepper, folder: Path | None, key: Key, provenance: dict[str, Any]) -> None:
+    def open_it() -> None:
+        stepper.ledger = Ledger(None if folder is None else folder / "ledger.jsonl", key, provenance)
+
+    stepper.ranks.on_first(open_it)

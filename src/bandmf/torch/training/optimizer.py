@@ -1,0 +1,83 @@
+"""Drop-in optimizer and scheduler: they act when a logical step is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bandmf.torch.training.step import Stepper
+
+
+class PrivateOptimizer(torch.optim.Optimizer):
+    """Any torch optimizer, fed with private gradients.
+
+    `step` clips and adds up the physical batch; with the last one of a logical step it adds noise, divides, and
+    lets the wrapped optimizer take its step. `stepped` says whether it did.
+    """
+
+    def __init__(self, original: torch.optim.Optimizer, stepper: Stepper) -> None:
+        # Optimizer.__init__ is not called: groups, state and hooks are those of the original.
+        self.original, self._stepper = original, stepper
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("original", "_stepper"):
+            raise AttributeError(name)
+        return getattr(self.original, name)
+
+    @property
+    def stepped(self) -> bool:
+        """Whether the last call of `step` completed a logical step."""
+        return self._stepper.stepped
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One physical batch; the wrapped optimizer steps when the logical batch is complete."""
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        self._refuse_unprotected()
+        if self._stepper.consume():
+            self.original.step()
+        return result
+
+    def _refuse_unprotected(self) -> None:
+        """Gradients of parameters that get no noise must not reach the optimizer."""
+        protected = {id(parameter) for parameter in self._stepper.parameters.values()}
+        for group in self.original.param_groups:
+            if any(id(p) not in protected and p.grad is not None for p in group["params"]):
+                raise RuntimeError(
+                    "a parameter that was frozen or unknown when make_private was called has a gradient; its "
+                    "update would not be private: call make_private with everything that is to be trained"
+                )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients; what a logical step has added up so far is kept."""
+        self.original.zero_grad(set_to_none)
+        self._stepper.clipping.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.original.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.original.load_state_dict(state_dict)
+
+    def __repr__(self) -> str:
+        return f"PrivateOptimizer({self.original!r})"
+
+
+class PrivateScheduler:
+    """Any torch scheduler, which steps with the logical steps and ignores the calls in between."""
+
+    def __init__(self, original: Any, stepper: Stepper) -> None:
+        self.original, self._stepper = original, stepper
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("original", "_stepper"):
+            raise AttributeError(name)
+        return getattr(self.original, name)
+
+    def step(self, *arguments: Any, **named: Any) -> None:
+        if self._stepper.stepped:
+            self.original.step(*arguments, **named)

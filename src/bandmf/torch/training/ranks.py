@@ -1,0 +1,70 @@
+"""The processes of a run: one alone, replicas of the model (DDP), or shards of it (FSDP2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from bandmf.randomness.key import Key
+from bandmf.torch.noise.shards import broadcast_key
+
+
+class Ranks:
+    """Which process this is, how the model is spread, and the little that the processes tell each other."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        together = dist.is_available() and dist.is_initialized()
+        self.world = dist.get_world_size() if together else 1
+        self.rank = dist.get_rank() if together else 0
+        self.sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
+        self.replicated = self.world > 1 and not self.sharded
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group over which the noise is sliced: only replicas need one."""
+        return dist.group.WORLD if self.replicated else None
+
+    def share_key(self, key: Key | None) -> Key:
+        """The key of rank 0, which draws a fresh one if it has none."""
+        if self.world > 1:
+            return broadcast_key(key)
+        return Key() if key is None else key
+
+    def start_equal(self, model: torch.nn.Module) -> None:
+        """Give all replicas the weights and buffers of rank 0, as DDP does."""
+        if self.replicated:
+            for tensor in [*model.parameters(), *model.buffers()]:
+                dist.broadcast(tensor.detach(), 0)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, on every rank."""
+        if self.world == 1:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
+    def on_first(self, action: Callable[[], Any]) -> Any:
+        """Let rank 0 do something; its result, or its error, comes to every rank."""
+        if self.world == 1:
+            return action()
+        outcome: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                outcome[0] = action()
+            except Exception as error:
+                outcome[1] = error
+        dist.broadcast_object_list(outcome, 0)
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]
+
+    def sum(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Add up over the replicas, in place."""
+        if self.replicated:
+            for tensor in tensors:
+                dist.all_reduce(tensor)

@@ -1,0 +1,156 @@
+"""One private step: sum, ledger, noise, division.
+
+Guarantees:
+- every step of the plan releases (sum of clipped gradients + scale * noise) / batch_size, for an empty batch
+  too, with scale = clip_norm * plan.noise_scale and the plan's constant batch_size;
+- noise is added exactly once per step, and only after the ledger has the step on the disk;
+- only batches of the plan's sampler are used, each exactly once; skipping one (which would depend on the data)
+  is an error;
+- a parameter that was frozen at the start and gets a gradient later is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from bandmf.ledger import Ledger
+from bandmf.planning import Plan
+from bandmf.randomness.key import Key
+from bandmf.sampling import Indices, Sampler
+from bandmf.torch.clipping.common import Clipping
+from bandmf.torch.noise.engine import Engine
+from bandmf.torch.training.ranks import Ranks
+from bandmf.torch.training.sums import Sums
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One physical batch on this rank: `indices` to load, of which the first `valid` count; the rest pads."""
+
+    step: int
+    indices: tuple[int, ...]
+    valid: int
+    first: bool
+    last: bool
+    batch: Indices  # all examples of the step, on all ranks
+
+
+class Stepper:
+    """The state of a run on this rank, and what happens to a batch after its backward pass."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        key: Key,
+        sampler: Sampler,
+        parameters: dict[str, nn.Parameter],
+        clip_norm: float,
+        clipping: Clipping,
+        ranks: Ranks,
+    ) -> None:
+        self.plan, self.sampler, self.ranks, self.clipping = plan, sampler, ranks, clipping
+        self.parameters = parameters
+        self.scale = clip_norm * plan.noise_scale
+        self.engine = Engine(
+            plan.strategy, key, group=ranks.group, check_finite=False, max_vectors=plan.max_vectors
+        )
+        self.noise = self.engine.init(parameters)
+        self.sums = Sums(parameters, key.derive("sums").secret)
+        self.ledger: Ledger | None = None  # on rank 0
+        self.stepped = False  # whether the last call of `consume` completed a step
+        self._piece: Piece | None = None
+        self._partial = False  # some batches of a step are added up, more are to come
+
+    @property
+    def steps_taken(self) -> int:
+        """How many steps were released; the next one has this number."""
+        return self.noise.step
+
+    @property
+    def recorded(self) -> Ledger:
+        """The ledger, which only rank 0 has."""
+        assert self.ledger is not None
+        return self.ledger
+
+    @property
+    def piece(self) -> Piece:
+        """The physical batch that was drawn and not yet stepped on."""
+        if self._piece is None:
+            raise RuntimeError(
+                "optimizer.step() without a batch: draw batches from private.loader, and call step once for each"
+            )
+        return self._piece
+
+    def begin(self, piece: Piece) -> None:
+        """Take the next physical batch from the loader."""
+        self.check_consumed()
+        if piece.step != self.steps_taken:
+            raise RuntimeError(
+                f"the loader is at step {piece.step}, the run at {self.steps_taken}; iterate the loader anew"
+            )
+        if piece.first:
+            self.sums.clear()
+        self.clipping.clear()
+        self._piece = piece
+
+    def check_consumed(self) -> None:
+        """Fail if the last batch was skipped."""
+        if self._piece is not None:
+            raise RuntimeError(
+                f"a batch of step {self._piece.step} was skipped: call optimizer.step() for every batch, as a "
+                "choice that depends on the data is not private"
+            )
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a step was begun and not completed."""
+        return self._piece is not None or self._partial
+
+    def abandon(self) -> None:
+        """Forget an accumulation that was not finished; nothing of it was released."""
+        self._piece, self._partial = None, False
+
+    def consume(self) -> bool:
+        """Clip and add up the batch; when its step is complete, release it into the `.grad`s and return True."""
+        piece = self.piece
+        # Per-example gradients stay until the next batch: freed here, in a row, their memory would go back to the
+        # operating system, and fetching it again costs a fifth of a step.
+        self.clipping.add_to(self.sums.views, len(piece.indices), piece.valid)
+        if piece.last:
+            self._release(piece)
+        self.stepped = piece.last
+        self._piece, self._partial = None, not piece.last
+        return piece.last
+
+    def _release(self, piece: Piece) -> None:
+        self._record(piece)
+        self.noise = self.engine.add(self.noise, self.sums.views, self.scale)
+        self.ranks.sum(self.sums.flats)
+        for name, parameter in self.parameters.items():
+            parameter.grad = _like(parameter, self.sums.views[name] / self.plan.batch_size)
+
+    def _record(self, piece: Piece) -> None:
+        found = self.ranks.gather((self.sums.finite(), self.sums.digest()))
+        if not all(finite for finite, _ in found):
+            raise ValueError(
+                f"step={piece.step}: a gradient is not finite; nothing was released: look for an overflow in the loss"
+            )
+        total = b"".join(digest for _, digest in found)
+        self.ranks.on_first(lambda: self.recorded.release(piece.step, piece.batch.tobytes(), total))
+
+
+def _like(parameter: Tensor, mean: Tensor) -> Tensor:
+    """A local gradient as the parameter wants it: its dtype, and a DTensor where it is one."""
+    mean = mean.to(parameter.dtype)
+    if isinstance(parameter, DTensor):
+        return DTensor.from_local(
+            mean,
+            parameter.device_mesh,
+            parameter.placements,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    return mean

@@ -1,0 +1,76 @@
+"""The sums of clipped gradients: this rank's part of every parameter, in one stretch of memory per dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from cryptography.hazmat.primitives.poly1305 import Poly1305
+from torch import Tensor
+
+from bandmf.randomness.key import Key
+from bandmf.sampling import Stream
+from bandmf.torch.noise.shards import local
+
+CHUNK = 1 << 22  # numbers that are fingerprinted at a time
+ODD = 6364136223846793005
+
+
+class Sums:
+    """`views[name]` is where the gradients of a parameter are added up; `flats` are the same numbers in a row."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], secret: bytes) -> None:
+        self._secret, self._weights = secret, dict[torch.device, Tensor]()
+        groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+        for name, parameter in parameters.items():
+            # Half precision would lose the small ones among many examples.
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            groups.setdefault((parameter.device, dtype), []).append(name)
+        self.flats: list[Tensor] = []
+        self.views: dict[str, Tensor] = {}
+        for (device, dtype), names in groups.items():
+            shapes = {name: local(parameters[name]).shape for name in names}
+            flat = torch.zeros(sum(shape.numel() for shape in shapes.values()), device=device, dtype=dtype)
+            pieces = flat.split([shape.numel() for shape in shapes.values()])
+            self.views |= {name: piece.view(shapes[name]) for name, piece in zip(names, pieces, strict=True)}
+            self.flats.append(flat)
+
+    def clear(self) -> None:
+        for flat in self.flats:
+            flat.zero_()
+
+    def finite(self) -> bool:
+        """Whether all numbers are; without memory of their size."""
+        filled = [flat for flat in self.flats if len(flat)]
+        return all(bool(torch.isfinite(torch.stack(torch.aminmax(flat))).all()) for flat in filled)
+
+    def digest(self) -> bytes:
+        """A keyed digest of every bit, for the ledger to hash once more.
+
+        Poly1305 on the CPU, at memory speed; elsewhere of a fingerprint made where the numbers are.
+        """
+        found = Poly1305(self._secret)
+        for flat in self.flats:
+            words = flat.view(torch.int32)
+            found.update(words.numpy().view(np.uint8).data if words.is_cpu else self._fingerprint(words))
+        return found.finalize()
+
+    def _fingerprint(self, words: Tensor) -> bytes:
+        if words.device not in self._weights:
+            drawn = Stream(Key(self._secret), 0).words(2 * min(CHUNK, len(words))) | np.uint64(1)
+            self._weights[words.device] = torch.from_numpy(drawn.view(np.int64)).view(2, -1).to(words.device)
+        return fingerprint(words, self._weights[words.device])
+
+
+def fingerprint(words: Tensor, weights: Tensor) -> bytes:
+    """128 bits: two sums, modulo 2^64, of all words times secret odd numbers.
+
+    Not cryptographic: it tells apart sums that differ by accident, which is all that replays need.
+    """
+    totals = torch.zeros(2, dtype=torch.int64, device=words.device)
+    for part in words.split(weights.shape[1]):
+        wide = part.to(torch.int64)
+        added = torch.stack([(wide * weights[half, : len(part)]).sum() for half in range(2)])
+        totals = totals * ODD + added  # so that the order of the parts counts
+    return totals.cpu().numpy().tobytes()
