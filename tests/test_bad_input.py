@@ -111,17 +111,17 @@ PARTICIPATION_CASES = {
 }
 OPTIMIZER_CASES = {
     "Toeplitz needs Toeplitz": (
-        lambda: banded_toeplitz(8, 2, workloads.momentum(8, 0.9, np.linspace(1, 0.5, 8))),
+        lambda: banded_toeplitz(8, 2, workload=workloads.momentum(8, 0.9, np.linspace(1, 0.5, 8))),
         "workload='momentum 0.9 with a schedule'",
         "Toeplitz",
     ),
     "horizon needs a limit": (
-        lambda: horizon(8, 2, workloads.toeplitz(np.cos(np.arange(8)), 8)),
+        lambda: horizon(8, 2, workload=workloads.toeplitz(np.cos(np.arange(8)), 8)),
         "workload='Toeplitz'",
         "settle",
     ),
     "banded needs an inverse": (
-        lambda: banded(8, 2, workloads.streaming_operator(streaming.prefix(), 8, "mine")),
+        lambda: banded(8, 2, workload=workloads.streaming_operator(streaming.prefix(), 8, "mine")),
         "workload='mine'",
         "banded",
     ),
@@ -142,8 +142,8 @@ OPTIMIZER_CASES = {
     "negative gap": (lambda: banded(8, 2, gap=-0.1), "gap=-0.1", "[0"),
     "a gap of NaN": (lambda: banded(8, 2, gap=NAN), "gap=nan", "[0"),
     "a negative gap for dense": (lambda: dense(8, gap=-0.1), "gap=-0.1", "[0"),
-    "epochs that do not divide": (lambda: dense(8, 3), "epochs=3", "divide steps=8"),
-    "no epochs": (lambda: dense(8, 0), "epochs=0", "between 1 and steps=8"),
+    "epochs that do not divide": (lambda: dense(8, epochs=3), "epochs=3", "divide steps=8"),
+    "no epochs": (lambda: dense(8, epochs=0), "epochs=0", "between 1 and steps=8"),
     "too many dense steps": (lambda: dense(10**6), "steps=1000000", "between 1 and", "optimize.banded"),
     "a family of NaN": (
         lambda: optimize.parameterized(lambda p: np.full((4, 2), NAN), lambda p, g: p, np.ones(1)),
@@ -202,10 +202,10 @@ def test_an_objective_is_a_known_name_or_positive_weights(optimizer, objective, 
 @pytest.mark.parametrize(
     "combine",
     [
-        lambda workload: per_step_error(Identity(8), workload),
-        lambda workload: banded_toeplitz(8, 2, workload),
-        lambda workload: banded(8, 2, workload),
-        lambda workload: horizon(8, 2, workload),
+        lambda workload: per_step_error(Identity(8), workload=workload),
+        lambda workload: banded_toeplitz(8, 2, workload=workload),
+        lambda workload: banded(8, 2, workload=workload),
+        lambda workload: horizon(8, 2, workload=workload),
         lambda workload: dense(8, workload=workload),
     ],
 )

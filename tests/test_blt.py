@@ -58,7 +58,9 @@ def test_a_hundred_million_steps_cost_nothing():
     assert 1 < bandmf.sensitivity(strategy) < 10
     assert certified_sensitivity(strategy, MinSeparation(100, 10**6)).exact
     assert bandmf.rmse(strategy) < bandmf.max_error(strategy)
-    assert mean_squared_error(strategy, workloads.momentum(10**8, 0.9)) > mean_squared_error(strategy)
+    assert mean_squared_error(strategy, workload=workloads.momentum(10**8, 0.9)) > mean_squared_error(
+        strategy
+    )
 
 
 def test_geometric_sums_are_right_where_they_are_nearly_arithmetic_too():
@@ -102,7 +104,7 @@ def test_more_buffers_are_never_worse_and_none_is_used_for_nothing():
     values = [optimize.buffered_toeplitz(1000, buffers).rmse for buffers in (1, 2, 3, 4)]
     assert np.all(np.diff(values) < 0)
     assert values[-1] > bandmf.rmse(bandmf.strategies.square_root(1000, normalize_columns=True)) * 0.98
-    solution = optimize.buffered_toeplitz(64, 6, FixedEpochs(4))
+    solution = optimize.buffered_toeplitz(64, 6, participation=FixedEpochs(4))
     assert solution.strategy.buffers < 6
     assert "enough" in solution.message
 
@@ -110,7 +112,7 @@ def test_more_buffers_are_never_worse_and_none_is_used_for_nothing():
 @pytest.mark.parametrize("participation", [Single(), FixedEpochs(4), MinSeparation(3, 100)], ids=str)
 @pytest.mark.parametrize("objective", ["mean", "max"])
 def test_nothing_near_the_solution_is_better(participation, objective):
-    solution = optimize.buffered_toeplitz(400, 2, participation, objective)
+    solution = optimize.buffered_toeplitz(400, 2, participation=participation, objective=objective)
     measure = bandmf.max_error if objective == "max" else bandmf.rmse
     assert solution.objective == pytest.approx(
         measure(solution.strategy, participation=participation), rel=1e-12

@@ -62,9 +62,42 @@ def test_plan_saves_and_draws(tmp_path):
     assert (tmp_path / "p.png").stat().st_size > 5_000
 
 
-def test_plan_explains_itself_and_shows_what_was_weighed():
+def test_plan_explains_itself_and_shows_its_candidates():
     assert "Guarantee." in run("plan", *BUDGET, "--bands", "4", "--explain")
-    assert "What was weighed" in run("plan", *BUDGET, "--bands", "4")
+    shown = run("plan", *BUDGET, "--bands", "4", "--parameters", "4000000", "--memory", "1GB")
+    assert "Candidates" in shown
+    assert "48 MB" in shown  # three vectors of 16 MB
+
+
+def test_steps_of_a_momentum_plan_follow_from_the_epochs():
+    budget = ["--epsilon", "8", "--delta", "1e-6", "--examples", "6000", "--batch-size", "60", "--bands", "4"]
+    by_steps, by_epochs = (
+        json.loads(run("plan", *budget, *length, "--momentum", "0.9", "--json"))
+        for length in (["--steps", "200"], ["--epochs", "2"])
+    )
+    assert by_epochs["workload"] == "momentum 0.9"
+    assert by_epochs["digest"] == by_steps["digest"]
+
+
+def test_optimize_honors_momentum_in_every_family():
+    workload = bandmf.workloads.momentum(64, 0.9)
+    for family in ("toeplitz", "banded", "dense", "horizon", "inverse-plus-constant"):
+        found = json.loads(
+            run("optimize", "--steps", "64", "--family", family, "--momentum", "0.9", "--json")
+        )
+        identity = bandmf.rmse(bandmf.strategies.Identity(64), workload=workload)
+        assert found["independent_noise_rmse"] == pytest.approx(identity)
+        assert 10 < found["rmse"] < identity, family
+
+
+@pytest.mark.parametrize("family", ["dense", "toeplitz"])
+def test_optimize_measures_all_errors_under_the_same_participation(family):
+    found = json.loads(
+        run("optimize", "--steps", "64", "--family", family, "--epochs", "4", "--bands", "16", "--json")
+    )
+    assert found["rmse"] <= found["max_error"]
+    identity = bandmf.rmse(bandmf.strategies.Identity(64), participation=bandmf.participation.FixedEpochs(4))
+    assert found["independent_noise_rmse"] == pytest.approx(identity)
 
 
 def test_compare_lists_all_mechanisms_best_first():
@@ -122,6 +155,17 @@ def test_train_compares_both_mechanisms(tmp_path):
         (["optimize", "--steps", "100", "--bands", "0"], "bands=0"),
         (["optimize", "--steps", "64", "--schedule", "zigzag"], "schedule='zigzag'"),
         (["plan", *BUDGET, "--epsilon", "-1"], "epsilon=-1.0"),
+        (["plan", *BUDGET, "--epsilon", "inf"], "epsilon=inf"),
+        (["plan", *BUDGET, "--momentum", "2"], "momentum=2.0"),
+        (["plan", *BUDGET, "--epochs", "2", "--momentum", "0.9"], "steps, epochs: give exactly one"),
+        (["optimize", "--steps", "64", "--gap", "0.1"], "gap=0.1: has no meaning for toeplitz"),
+        (["optimize", "--steps", "64", "--family", "dense", "--normalize", "no"], "normalize=no"),
+        (["optimize", "--steps", "64", "--family", "horizon", "--objective", "max"], "objective='max'"),
+        (["optimize", "--steps", "64", "--family", "banded", "--epochs", "4"], "participation="),
+        (
+            ["optimize", "--steps", "64", "--load", "x.npz", "--bands", "4"],
+            "bands=4: has no meaning with --load",
+        ),
         (["plan", *BUDGET, "--separation", "4"], "give both or neither"),
         (["optimize", "--steps", "64", "--load", "nowhere.npz"], "nowhere.npz"),
     ],

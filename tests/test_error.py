@@ -74,10 +74,10 @@ def check_errors(strategy, C, workload, A):
     expected = errors(C, A)
     tolerance = 1e-13 * np.linalg.cond(C) * np.linalg.cond(np.tri(len(C)))
     assert tolerance < 1e-7
-    assert_allclose(per_step_error(strategy, workload), expected, rtol=tolerance)
-    assert_allclose(mean_squared_error(strategy, workload), expected.mean(), rtol=tolerance)
-    assert_allclose(max_squared_error(strategy, workload), expected.max(), rtol=tolerance)
-    assert_allclose(error.rmse(strategy, workload), rmse(C, A), rtol=tolerance)
+    assert_allclose(per_step_error(strategy, workload=workload), expected, rtol=tolerance)
+    assert_allclose(mean_squared_error(strategy, workload=workload), expected.mean(), rtol=tolerance)
+    assert_allclose(max_squared_error(strategy, workload=workload), expected.max(), rtol=tolerance)
+    assert_allclose(error.rmse(strategy, workload=workload), rmse(C, workload=A), rtol=tolerance)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -180,8 +180,8 @@ def test_the_settled_tail_is_the_full_sum_with_momentum(beta, decay):
     lambdas = lfilter([1.0], [1.0, -beta], lfilter([1.0], [1.0, -(1 - decay)], impulse))
     strategy = BandedToeplitz(theta, steps, normalize_columns=False)
     mean, last = full_sum(theta, steps, lambdas)
-    assert_allclose(mean_squared_error(strategy, workload), mean, rtol=1e-9)
-    assert_allclose(max_squared_error(strategy, workload), last, rtol=1e-9)
+    assert_allclose(mean_squared_error(strategy, workload=workload), mean, rtol=1e-9)
+    assert_allclose(max_squared_error(strategy, workload=workload), last, rtol=1e-9)
 
 
 def test_an_oscillating_workload_is_summed_in_full():
@@ -190,8 +190,8 @@ def test_an_oscillating_workload_is_summed_in_full():
     strategy = BandedToeplitz(theta, steps, normalize_columns=False)
     mean, last = full_sum(theta, steps, wave)
     workload = workloads.toeplitz(wave, steps)
-    assert_allclose([mean_squared_error(strategy, workload)], [mean], rtol=1e-9)
-    assert_allclose([max_squared_error(strategy, workload)], [last], rtol=1e-9)
+    assert_allclose([mean_squared_error(strategy, workload=workload)], [mean], rtol=1e-9)
+    assert_allclose([max_squared_error(strategy, workload=workload)], [last], rtol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["identity", "toeplitz", "normalized"])
@@ -205,7 +205,9 @@ def test_a_workload_that_comes_back_after_a_long_gap_is_not_taken_for_settled(na
         "normalized": BandedToeplitz([1.0, 0.5], steps),
     }[name]
     expected = errors(normalized(C) if name == "normalized" else C, toeplitz_matrix(coefficients, steps))
-    assert_allclose(per_step_error(strategy, workloads.toeplitz(coefficients, steps)), expected, rtol=1e-9)
+    assert_allclose(
+        per_step_error(strategy, workload=workloads.toeplitz(coefficients, steps)), expected, rtol=1e-9
+    )
 
 
 @pytest.mark.parametrize(("steps", "bands"), [(10**9, 16), (10**12, 16)])
@@ -225,10 +227,10 @@ def test_the_error_of_slowly_settling_coefficients_is_exact_at_any_length(steps,
 @pytest.mark.parametrize("workload", [None, workloads.momentum(5000, 0.9)], ids=["prefix", "momentum"])
 def test_the_normalized_tail_at_many_steps_is_the_general_recursion(bands, workload):
     strategy = BandedToeplitz(1 / np.arange(1, bands + 1) + 0.1, 5000)
-    general = per_step_error(Banded(strategy.columns()), workload)
-    assert_allclose(per_step_error(strategy, workload), general, rtol=1e-9)
-    assert_allclose(mean_squared_error(strategy, workload), general.mean(), rtol=1e-9)
-    assert_allclose(max_squared_error(strategy, workload), general.max(), rtol=1e-9)
+    general = per_step_error(Banded(strategy.columns()), workload=workload)
+    assert_allclose(per_step_error(strategy, workload=workload), general, rtol=1e-9)
+    assert_allclose(mean_squared_error(strategy, workload=workload), general.mean(), rtol=1e-9)
+    assert_allclose(max_squared_error(strategy, workload=workload), general.max(), rtol=1e-9)
 
 
 def test_normalizing_columns_only_changes_the_last_bands_minus_one_steps():

@@ -24,7 +24,7 @@ def test_dense_optima_lie_between_the_bound_and_normalized_fhu(n):
 
 @pytest.mark.parametrize("participation", [None, FixedEpochs(4), MinSeparation(3, 40)], ids=str)
 def test_no_other_damping_is_better(participation):
-    solution = optimize.lti(256, participation)
+    solution = optimize.lti(256, participation=participation)
     assert solution.rmse == pytest.approx(
         bandmf.rmse(solution.strategy, participation=participation), rel=1e-12
     )
@@ -46,7 +46,7 @@ def test_the_gradient_of_the_banded_inverse_is_right(largest):
 def test_an_optimized_banded_inverse_beats_bisr_and_more_bands_are_better(participation):
     values = []
     for bands in (2, 4, 16):
-        solution = optimize.banded_inverse(400, bands, participation)
+        solution = optimize.banded_inverse(400, bands, participation=participation)
         bisr = strategies.banded_inverse_square_root(400, bands)
         assert solution.converged
         assert solution.strategy.buffers == 0
@@ -91,7 +91,7 @@ def federated():
         "plain": optimize.banded_toeplitz(2000, 400, normalize_columns=False).strategy,
         "heuristic": optimize.robust_banded_toeplitz(2000, 200, 400, 5).strategy,
         "averaged": optimize.averaged_banded_toeplitz(2000, range(200, 401, 5), 5).strategy,
-        "blt": optimize.buffered_toeplitz(2000, 5, MinSeparation(5, 400)).strategy,
+        "blt": optimize.buffered_toeplitz(2000, 5, participation=MinSeparation(5, 400)).strategy,
     }
 
     def curve(strategy, separations):

@@ -232,9 +232,9 @@ def test_the_state_space_is_the_streaming_inverse(strategy, C):
 def test_every_path_to_the_error_agrees_with_dense_algebra(strategy, C):
     for workload in workload_list(len(C)):
         truth = errors(C, workload.materialize())
-        assert_allclose(per_step_error(strategy, workload), truth, rtol=1e-10, err_msg=workload.name)
-        assert mean_squared_error(strategy, workload) == pytest.approx(truth.mean(), rel=1e-10)
-        assert max_squared_error(strategy, workload) == pytest.approx(truth.max(), rel=1e-10)
+        assert_allclose(per_step_error(strategy, workload=workload), truth, rtol=1e-10, err_msg=workload.name)
+        assert mean_squared_error(strategy, workload=workload) == pytest.approx(truth.mean(), rel=1e-10)
+        assert max_squared_error(strategy, workload=workload) == pytest.approx(truth.max(), rel=1e-10)
 
 
 @every_mechanism

@@ -45,7 +45,7 @@ def unit_columns(columns):
 def gap_of(columns, workload, objective="mean"):
     """The proved gap of a strategy as it is, and its objective (the root)."""
     strategy, goal = Banded(columns), parse(objective, len(columns))
-    per_step = error.per_step_error(strategy, workload)
+    per_step = error.per_step_error(strategy, workload=workload)
     return optimality_gap(strategy, workload, per_step, goal), np.sqrt(goal.value(per_step))
 
 
@@ -106,7 +106,7 @@ WORKLOADS = {
 @pytest.mark.parametrize("objective", ["mean", "weighted"])
 def test_it_converges_to_the_optimum_of_the_explicit_convex_problem(name, bands, objective):
     objective = np.geomspace(1, 9, 24) if objective == "weighted" else objective
-    implicit = banded(24, bands, WORKLOADS[name], objective)
+    implicit = banded(24, bands, workload=WORKLOADS[name], objective=objective)
     explicit = dense(24, workload=WORKLOADS[name], objective=objective, bands=bands, gap=1e-7)
     assert implicit.optimality_gap <= 1e-4
     assert implicit.objective <= explicit.objective * (1 + implicit.optimality_gap + 1e-12)
@@ -117,7 +117,7 @@ def test_it_converges_to_the_optimum_of_the_explicit_convex_problem(name, bands,
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_what_is_reported_is_the_error_of_the_strategy_that_is_returned(name):
     weights = np.linspace(1, 2, 24) / np.linspace(1, 2, 24).sum()
-    solution = banded(24, 4, WORKLOADS[name], weights)
+    solution = banded(24, 4, workload=WORKLOADS[name], objective=weights)
     per_step = errors(solution.strategy.materialize(), WORKLOADS[name].materialize())
     assert solution.objective**2 == pytest.approx(weights @ per_step, rel=1e-9)
     assert solution.rmse**2 == pytest.approx(per_step.mean(), rel=1e-9)
@@ -128,7 +128,7 @@ def test_equal_weights_are_the_mean():
 
 
 def test_momentum_is_proved_too():
-    solution = banded(512, 8, workloads.momentum(512, 0.9))
+    solution = banded(512, 8, workload=workloads.momentum(512, 0.9))
     assert solution.converged
     assert solution.optimality_gap <= 1e-4
 
@@ -197,7 +197,7 @@ def check_bound(columns, workload, weights):
 def test_the_proved_bound_is_that_of_the_dense_formula(name, bands):
     workload, generator = WORKLOADS[name], np.random.default_rng(bands)
     weights = np.linspace(1, 2, 24) / np.linspace(1, 2, 24).sum()
-    optimum = banded(24, bands, workload, weights).strategy.columns()
+    optimum = banded(24, bands, workload=workload, objective=weights).strategy.columns()
     for noise, shrink in [(0.0, 0.0), (1e-4, 0.0), (0.0, 1e-3), (1e-3, 1e-3)]:
         check_bound(near(optimum, generator, noise, shrink), workload, weights)
 
@@ -229,13 +229,15 @@ def test_the_proved_bound_never_exceeds_the_true_optimum(seed, noise, shrink, ba
 def test_no_feasible_competitor_is_below_the_proved_bound(seed, noise, bands):
     workload, claimed = momentum_optimum(bands, 0.9)
     competitor = Banded(near(claimed.strategy.columns(), np.random.default_rng(seed), noise))
-    assert error.rmse(competitor, workload) >= claimed.rmse / (1 + claimed.optimality_gap) * (1 - 1e-12)
+    assert error.rmse(competitor, workload=workload) >= claimed.rmse / (1 + claimed.optimality_gap) * (
+        1 - 1e-12
+    )
 
 
 @cache
 def momentum_optimum(bands, momentum):
     workload = workloads.momentum(16, momentum)
-    return workload, banded(16, bands, workload, gap=1e-6)
+    return workload, banded(16, bands, workload=workload, gap=1e-6)
 
 
 def test_at_the_optimum_the_proof_is_tight():
@@ -321,8 +323,12 @@ def test_a_family_of_ones_own_reaches_its_optimum(steps, bands):
 def test_a_family_of_ones_own_serves_any_workload_and_objective():
     entries, pullback = toeplitz_family(64, 4)
     workload, weights = workloads.momentum(64, 0.9), np.linspace(1, 3, 64)
-    solution = parameterized(entries, pullback, np.array([1.0, 0.5, 0.3, 0.2]), workload, weights)
-    assert solution.objective == pytest.approx(banded_toeplitz(64, 4, workload, weights).objective, rel=1e-9)
+    solution = parameterized(
+        entries, pullback, np.array([1.0, 0.5, 0.3, 0.2]), workload=workload, objective=weights
+    )
+    assert solution.objective == pytest.approx(
+        banded_toeplitz(64, 4, workload=workload, objective=weights).objective, rel=1e-9
+    )
 
 
 def test_the_family_of_everything_is_banded_itself():

@@ -61,13 +61,15 @@ def test_what_is_reported_is_the_error_of_the_strategy_that_is_returned(steps, e
     assert isinstance(solution.strategy, Dense)
     assert_allclose(C, np.tril(C), atol=0)
     assert solution.rmse**2 == pytest.approx(epochs * errors(C, np.tri(steps)).mean(), rel=1e-9)
-    assert solution.rmse == pytest.approx(error.rmse(solution.strategy, None, FixedEpochs(epochs)), rel=1e-9)
+    assert solution.rmse == pytest.approx(
+        error.rmse(solution.strategy, participation=FixedEpochs(epochs)), rel=1e-9
+    )
     assert solution.objective == solution.rmse
 
 
 @pytest.mark.parametrize(("steps", "epochs"), [(64, 2), (64, 8), (60, 3)])
 def test_more_epochs_are_within_the_proved_gap_of_the_best(steps, epochs):
-    loose, tight = dense(steps, epochs, gap=1e-2), dense(steps, epochs, gap=1e-5)
+    loose, tight = dense(steps, epochs=epochs, gap=1e-2), dense(steps, epochs=epochs, gap=1e-5)
     assert loose.optimality_gap <= 1e-2
     assert tight.optimality_gap <= 1e-5
     assert loose.rmse <= tight.rmse * (1 + loose.optimality_gap)
@@ -76,7 +78,7 @@ def test_more_epochs_are_within_the_proved_gap_of_the_best(steps, epochs):
 
 @pytest.mark.parametrize(("epochs", "bands"), [(1, 3), (1, 23), (2, 23), (4, 23), (3, 5)])
 def test_the_proved_bound_is_that_of_the_dense_formula(epochs, bands):
-    solution = dense(24, epochs, bands=bands, gap=1e-2)
+    solution = dense(24, epochs=epochs, bands=bands, gap=1e-2)
     C, weights = solution.strategy.materialize(), np.full(24, 1 / 24)
     free = ((lags(24) % (24 // epochs) > 0) & (lags(24) < bands)) | np.eye(24, dtype=bool)
     assert_allclose(C.T @ C * ~free, 0, atol=1e-12)
@@ -89,8 +91,8 @@ def test_no_strategy_with_as_many_bands_as_an_epoch_is_better():
     # Its columns are disjoint over the epochs, so it is one of those that the dense optimizer chooses among.
     steps, epochs = 48, 4
     competitor = banded(steps, steps // epochs).strategy
-    best = dense(steps, epochs)
-    assert best.rmse < error.rmse(competitor, None, FixedEpochs(epochs))
+    best = dense(steps, epochs=epochs)
+    assert best.rmse < error.rmse(competitor, participation=FixedEpochs(epochs))
 
 
 def test_as_many_epochs_as_steps_leave_nothing_to_choose():
@@ -126,12 +128,12 @@ def test_more_freedom_is_never_worse():
 def test_any_workload_is_proved_and_no_competitor_is_below_the_bound(workload):
     solution = dense(32, workload=workload)
     assert solution.optimality_gap <= 1e-4
-    assert solution.rmse == pytest.approx(error.rmse(solution.strategy, workload), rel=1e-9)
+    assert solution.rmse == pytest.approx(error.rmse(solution.strategy, workload=workload), rel=1e-9)
     lower, generator = solution.rmse / (1 + solution.optimality_gap), np.random.default_rng(0)
     C = solution.strategy.materialize()
     for noise in np.geomspace(1e-6, 1, 40):
         other = np.tril(C * (1 + noise * generator.normal(size=C.shape)))
-        assert error.rmse(Dense(other / np.linalg.norm(other, axis=0)), workload) >= lower
+        assert error.rmse(Dense(other / np.linalg.norm(other, axis=0)), workload=workload) >= lower
 
 
 def test_weights_are_respected():
@@ -150,7 +152,7 @@ def test_weights_are_respected():
 @pytest.mark.parametrize(("steps", "epochs"), [(16, 1), (16, 4), (30, 5), (64, 8)])
 def test_the_fixed_point_ends_where_descent_over_all_entries_ends(steps, epochs):
     """Two methods that share nothing: iteration on the dual variables, and L-BFGS over the entries of X."""
-    fast = dense(steps, epochs)
+    fast = dense(steps, epochs=epochs)
     free = (lags(steps) % (steps // epochs)) > 0
     problem, goal = Problem(np.tri(steps), free), parse("mean", steps)
     descent = problem.minimize(goal, np.zeros(len(problem.rows)), 1e-6, 2000, None)

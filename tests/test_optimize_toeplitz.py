@@ -165,7 +165,7 @@ def brute_force(steps, objective, mode, A):
 def test_with_two_bands_it_finds_what_brute_force_finds(steps, mode, objective, momentum):
     workload = workloads.momentum(steps, momentum)
     given = np.arange(1.0, steps + 1) if objective == "weighted" else objective
-    solution = banded_toeplitz(steps, 2, workload, given, mode)
+    solution = banded_toeplitz(steps, 2, workload=workload, objective=given, normalize_columns=mode)
     best = brute_force(steps, objective, mode, workload.materialize())
     assert solution.objective == pytest.approx(best, rel=1e-9)
 
@@ -191,7 +191,7 @@ def test_with_two_bands_the_least_maximum_is_what_brute_force_finds(steps):
     ids=["prefix", "momentum", "decay", "short", "oscillating"],
 )
 def test_what_is_reported_is_the_error_of_the_strategy_that_is_returned(mode, objective, workload):
-    solution = banded_toeplitz(40, 5, workload, objective, mode)
+    solution = banded_toeplitz(40, 5, workload=workload, objective=objective, normalize_columns=mode)
     C, A = solution.strategy.materialize(), workload.materialize()
     per_step = errors(C, A) * (C**2).sum(axis=0).max()
     expected = {"mean": per_step.mean(), "max": per_step.max(), "last": per_step[-1]}[objective]
@@ -204,17 +204,20 @@ def test_a_workload_without_stable_inverse_is_reported_as_it_is_used_too():
     workload = workloads.toeplitz([1.0, 3.0], 40)
     assert workload.inverse_columns is None
     for mode in (False, "after"):
-        solution = banded_toeplitz(40, 4, workload, normalize_columns=mode)
+        solution = banded_toeplitz(40, 4, workload=workload, normalize_columns=mode)
         assert solution.objective == pytest.approx(solution.rmse, rel=1e-9)
-        assert solution.rmse == pytest.approx(error.rmse(solution.strategy, workload), rel=1e-12)
+        assert solution.rmse == pytest.approx(error.rmse(solution.strategy, workload=workload), rel=1e-12)
     with pytest.raises(ValueError, match="normalize after the search"):
-        banded_toeplitz(40, 4, workload, normalize_columns="optimized")
+        banded_toeplitz(40, 4, workload=workload, normalize_columns="optimized")
 
 
 def test_each_objective_is_best_at_its_own():
     weights = np.linspace(3.0, 1.0, 200)
     objectives = {"mean": "mean", "max": "max", "weighted": weights}
-    found = {name: banded_toeplitz(200, 8, None, o, False).strategy for name, o in objectives.items()}
+    found = {
+        name: banded_toeplitz(200, 8, objective=o, normalize_columns=False).strategy
+        for name, o in objectives.items()
+    }
     for name, objective in objectives.items():
         own = measured(found[name], objective)
         assert all(own <= measured(other, objective) * (1 + 1e-12) for other in found.values()), name
@@ -222,7 +225,7 @@ def test_each_objective_is_best_at_its_own():
 
 def test_equal_weights_are_the_mean():
     for mode in MODES:
-        weighted = banded_toeplitz(300, 8, None, np.full(300, 7.0), mode)
+        weighted = banded_toeplitz(300, 8, objective=np.full(300, 7.0), normalize_columns=mode)
         assert weighted.objective == pytest.approx(solve(300, 8, mode).objective, rel=1e-9)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import bandmf
 from bandmf import Key
 from bandmf.noise import NumpyEngine
 from bandmf.sampling import sampler
@@ -629,3 +630,32 @@ def test_any_change_of_the_sums_changes_their_digest(how):
         sums.views["w"].copy_(numbers.view(torch.float32))
         digests.add(sums.digest())
     assert len(digests) == 3
+
+
+# --- the plan is checked again ------------------------------------------------------------------------
+
+
+def test_a_plan_whose_noise_was_lowered_behind_its_back_does_not_train():
+    plan = bandmf.plan(epsilon=8, delta=1e-5, examples=400, batch_size=20, steps=24, bands=4)
+    object.__setattr__(plan, "noise_multiplier", 0.01)
+    with pytest.raises(ValueError, match=r"epsilon=8.*the accountant finds inf"):
+        private_run(plan)
+
+
+def test_something_else_in_place_of_a_plan_gets_one_sentence():
+    with pytest.raises(ValueError, match=r"plan='dict': must be a Plan; make one with bandmf\.plan"):
+        private_run({"epsilon": 8})
+
+
+def test_the_engine_of_a_run_keeps_to_the_memory_of_its_plan():
+    budget = {"epsilon": 8, "delta": 1e-5, "examples": 400, "batch_size": 20, "steps": 24}
+    count = sum(p.numel() for p in small_model().parameters())
+    plan = bandmf.plan(**budget, bands=16, parameters=count, memory=4 * count * 17, device="cpu")
+    schedule = private_run(plan).stepper.engine.schedule
+    assert (schedule.slots, schedule.lookahead) == (15, 2)
+
+
+def test_the_old_name_of_steps_taken_still_works_with_a_warning():
+    private = private_run(simple_plan())
+    with pytest.warns(DeprecationWarning, match=r"private\.steps_taken"):
+        assert private.step == private.steps_taken == 0

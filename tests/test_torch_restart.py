@@ -60,7 +60,7 @@ def test_a_restart_goes_on_from_the_last_checkpoint_bit_for_bit(tmp_path):
     first.close()
     second = open_run(tmp_path / "cut")  # the key is in the folder
     assert second.resume()
-    assert second.step == 8
+    assert second.steps_taken == 8
     train(second)
     assert torch.equal(weights(second.model), weights(whole.model))
     assert second.ledger.replays == 2
@@ -79,7 +79,7 @@ def test_state_dict_holds_the_whole_run_but_not_the_key(tmp_path):
         other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=False))
     other.stepper.ledger = private.ledger
     other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=False))
-    assert other.step == 7
+    assert other.steps_taken == 7
     train(other)
     assert torch.equal(weights(other.model), weights(private.model))
 
@@ -132,7 +132,7 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch):
     private.close()
     second = open_run(tmp_path)
     assert second.resume()
-    assert second.step == 4
+    assert second.steps_taken == 4
     train(second)
     kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert len(kept) == 2
