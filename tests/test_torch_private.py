@@ -644,7 +644,7 @@ def test_a_plan_whose_noise_was_lowered_behind_its_back_does_not_train():
 
 def test_something_else_in_place_of_a_plan_gets_one_sentence():
     with pytest.raises(ValueError, match=r"plan='dict': must be a Plan; make one with bandmf\.plan"):
-        private_run({"epsilon": 8})
+        private_run({"epsilon": 8}, data=small_data(10))
 
 
 def test_the_engine_of_a_run_keeps_to_the_memory_of_its_plan():
