@@ -20,11 +20,9 @@ import numpy as np
 import torch
 import triton
 
-import bandmf.torch.noise.engine as engine_module
-import bandmf.torch.noise.triton_kernels as kernels
 from bandmf.noise import normals
 from bandmf.noise.region import Region
-from bandmf.noise.schedule import Step
+from bandmf.noise.schedule import INNER, Step
 from bandmf.randomness.key import Key
 from bandmf.strategies import (
     Banded,
@@ -36,7 +34,8 @@ from bandmf.strategies import (
     tree_aggregation,
 )
 from bandmf.torch import Engine
-from bandmf.torch.noise.torch_executor import Slice, Vectors
+from bandmf.torch.noise.executor import Slice, Vectors
+from bandmf.torch.noise.triton_executor import TritonExecutor
 
 D = 100_000_000
 BANDS = (1, 8, 16, 32, 64, 128)
@@ -114,17 +113,14 @@ def check_far() -> dict[str, float]:
     """Coordinates past 2^31 and steps past 2^32; and a history of more than 2^31 numbers."""
     secret, start, step = bytes(range(32)), 2**33 + 100, 2**35 + 3
     result = {}
-    for rounds in (12, 20):
+    for cipher_rounds in (12, 20):
         got = torch.zeros(5000, device=DEVICE)
         nothing = torch.empty(0, 5000, device=DEVICE)
-        run = kernels.Kernels(secret, rounds, DEVICE)
-        far = run.layout(
-            Vectors([Slice(7, Region.span(start, start + 5000), nothing, nothing)], nothing, nothing)
-        )
-        run.advance(Step(((step, 1.0),), ()), far, [got], 1.0)
-        expected = normals.reference(secret, step, 7, start, start + 5000, rounds)
+        far = Vectors([Slice(7, Region.span(start, start + 5000), nothing, nothing)], nothing, nothing)
+        TritonExecutor(secret, cipher_rounds, far).advance(Step(((step, 1.0),), ()), [got], 1.0)
+        expected = normals.reference(secret, step, 7, start, start + 5000, cipher_rounds)
         worst = np.abs(got.cpu().numpy() - expected).max()
-        result[f"coordinate 2^33, step 2^35, {rounds} rounds"] = float(worst)
+        result[f"coordinate 2^33, step 2^35, {cipher_rounds} cipher rounds"] = float(worst)
     strategy, key = toeplitz(32, 80), Key()
     engine = Engine(strategy, key)
     state, oracle = engine.init({"w": (D,)}, device=DEVICE), strategy.inverse()
@@ -260,11 +256,11 @@ def tune() -> dict[str, float]:
     for bands in (16, 32, 64, 128):
         for lookahead in sorted({6, 8, 11, 12, 16} & set(range(1, bands))):
             for inner in (4, 16):
-                engine_module.INNER = inner
+                INNER["cuda"] = inner
                 result[f"b={bands} T={lookahead} inner={inner}"] = time_engine(
                     bands, check_finite=False, lookahead=lookahead
                 )["ms"]
-    engine_module.INNER = 4
+    INNER["cuda"] = 4
     return result
 
 

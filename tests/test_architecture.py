@@ -181,6 +181,20 @@ def test_the_order_in_the_documents_is_the_one_that_is_enforced():
         assert named == [room for room in rooms if room != "__init__"], page
 
 
+def test_the_page_on_architecture_names_every_file_and_no_other():
+    text = (SOURCE.parents[1] / "docs" / "architecture.md").read_text()
+    listed = set()
+    for line in re.search(r"## Every file\n(.*?)\n## ", text, re.DOTALL).group(1).splitlines():
+        names = re.findall(r"`([\w/]+\.py)`", line.split("|")[1]) if line.count("|") > 2 else []
+        folder = names[0].rpartition("/")[0] if names else ""
+        listed |= {name if "/" in name or not folder else f"{folder}/{name}" for name in names}
+    files = {path.relative_to(SOURCE).as_posix(): path for path in SOURCE.rglob("*.py")}
+    assert listed <= set(files)
+    only_words = {name for name, path in files.items() if len(ast.parse(path.read_text()).body) == 1}
+    exports = {"optimize", "strategies", "noise", "planning", "torch", "torch/clipping", "jax", "cli"}
+    assert set(files) - listed == only_words | {f"{folder}/__init__.py" for folder in exports}
+
+
 def test_the_public_names_are_one_table():
     block = re.search(r"if TYPE_CHECKING:\n(.*?)\n\n", Path(bandmf.__file__).read_text(), re.DOTALL).group(1)
     for_type_checkers = {

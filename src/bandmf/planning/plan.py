@@ -55,6 +55,7 @@ class Plan:
                 "strategy", self.strategy, "must come from bandmf.strategies or bandmf.optimize"
             )
         self.workload.require_steps(self.steps)
+        _check.real("noise_multiplier", self.noise_multiplier, 0, open_low=True)
         _check.real("batch_size", self.batch_size, 0, self.examples or math.inf, open_low=True)
         _check.choice("device", self.device, (None, *DEVICES))
         if self.amplified:
@@ -66,6 +67,8 @@ class Plan:
 
     def confirm(self) -> None:
         """Run the accountant: fail unless the noise meets (epsilon, delta)."""
+        if self.epsilon == math.inf:  # no promise, and so nothing to confirm
+            return
         if not (found := self.spent()) <= self.epsilon * (1 + 1e-9):
             raise _check.fail(
                 "epsilon",

@@ -1,0 +1,176 @@
+"""One signature for optimizers and for errors; nothing is silently ignored; old forms work for one version."""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import pytest
+
+import bandmf
+from bandmf import optimize, workloads
+from bandmf.error import max_squared_error, mean_squared_error
+from bandmf.participation import FixedEpochs, MinSeparation, Single
+from bandmf.strategies import Banded, BandedToeplitz, Identity
+
+N = 32
+TOEPLITZ = BandedToeplitz([1.0, 0.5], N)
+SIZED = {
+    "banded_toeplitz": 4,
+    "banded": 4,
+    "horizon": 4,
+    "inverse_plus_constant": 4,
+    "banded_inverse": 4,
+    "buffered_toeplitz": 1,
+    "dense": None,
+    "lti": None,
+}
+
+
+def solve(name, **options):
+    size = SIZED[name]
+    return getattr(optimize, name)(N, *(() if size is None else (size,)), **options)
+
+
+@pytest.mark.parametrize("name", [*SIZED, "parameterized"])
+def test_optimizers_take_workload_participation_and_objective_by_keyword_in_this_order(name):
+    parameters = inspect.signature(getattr(optimize, name)).parameters
+    keywords = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
+    assert keywords[:3] == ["workload", "participation", "objective"]
+    if name in SIZED:
+        positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        assert positional[0] == "steps"
+        assert len(positional) == (1 if SIZED[name] is None else 2)
+
+
+@pytest.mark.parametrize("function", [bandmf.rmse, bandmf.max_error])
+def test_errors_take_workload_and_participation_by_keyword_in_this_order(function):
+    parameters = inspect.signature(function).parameters.values()
+    assert [p.name for p in parameters if p.kind is p.KEYWORD_ONLY] == ["workload", "participation"]
+
+
+# --- an argument is honored or refused ----------------------------------------------------------------
+
+ROUGH = workloads.momentum(N, 0.9, np.linspace(1.0, 0.1, N))  # not Toeplitz
+GIVEN = {
+    "momentum": {"workload": workloads.momentum(N, 0.9)},
+    "schedule": {"workload": ROUGH},
+    "epochs": {"participation": FixedEpochs(4)},
+    "close": {"participation": MinSeparation(8, 2)},
+    "max": {"objective": "max"},
+    "last": {"objective": "last"},
+}
+REFUSED = {
+    ("banded_toeplitz", "schedule"), ("banded_toeplitz", "close"),
+    ("banded", "epochs"), ("banded", "close"),
+    ("horizon", "schedule"), ("horizon", "epochs"), ("horizon", "close"), ("horizon", "max"), ("horizon", "last"),
+    ("inverse_plus_constant", "schedule"), ("inverse_plus_constant", "close"), ("inverse_plus_constant", "last"),
+    ("banded_inverse", "schedule"), ("banded_inverse", "last"),
+    ("buffered_toeplitz", "momentum"), ("buffered_toeplitz", "schedule"), ("buffered_toeplitz", "last"),
+    ("dense", "close"), ("lti", "last"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("name", SIZED)
+def test_an_argument_is_honored_or_refused_never_ignored(name, given):
+    options = GIVEN[given]
+    if (name, given) in REFUSED:
+        with pytest.raises(ValueError, match=next(iter(options))):
+            solve(name, **options)
+        return
+    solution = solve(name, **options)
+    measured = {key: value for key, value in options.items() if key != "objective"}
+    assert solution.rmse == pytest.approx(bandmf.rmse(solution.strategy, **measured), rel=1e-9)
+    if given == "max":
+        assert solution.objective == pytest.approx(bandmf.max_error(solution.strategy), rel=1e-9)
+
+
+def test_epochs_of_dense_are_short_for_fixed_epochs():
+    short = optimize.dense(16, epochs=4)
+    assert short.rmse == pytest.approx(optimize.dense(16, participation=FixedEpochs(4)).rmse, rel=1e-12)
+    assert optimize.dense(16, participation=Single()).rmse == pytest.approx(
+        optimize.dense(16).rmse, rel=1e-12
+    )
+    with pytest.raises(ValueError, match="give one of the two"):
+        optimize.dense(16, epochs=4, participation=FixedEpochs(4))
+
+
+@pytest.mark.parametrize("mode", ["optimized", "after", False])
+def test_disjoint_participations_scale_the_error_by_their_root(mode):
+    once = optimize.banded_toeplitz(N, 4, normalize_columns=mode)
+    often = optimize.banded_toeplitz(N, 4, normalize_columns=mode, participation=FixedEpochs(4))
+    assert often.rmse == pytest.approx(2 * once.rmse, rel=1e-12)
+    cut = MinSeparation(5, 7)  # the fifth participation, at step 28 or later, may be cut off by the end
+    if mode:
+        found = optimize.banded_toeplitz(N, 4, normalize_columns=mode, participation=cut)
+        assert found.rmse == pytest.approx(bandmf.rmse(found.strategy, participation=cut), rel=1e-12)
+    else:
+        with pytest.raises(ValueError, match="normalize the columns"):
+            optimize.banded_toeplitz(N, 5, normalize_columns=mode, participation=cut)
+
+
+def test_a_banded_strategy_takes_its_columns_as_documented():
+    columns = [[1.0, 0.5], [1.0, 0.0]]
+    np.testing.assert_array_equal(Banded(columns=columns).materialize(), Banded(columns).materialize())
+
+
+# --- old forms ----------------------------------------------------------------------------------------
+
+OLD_POSITIONS = {
+    "rmse": (lambda: bandmf.rmse(TOEPLITZ, ROUGH, FixedEpochs(4)),
+             lambda: bandmf.rmse(TOEPLITZ, workload=ROUGH, participation=FixedEpochs(4))),
+    "max_error": (lambda: bandmf.max_error(TOEPLITZ, ROUGH), lambda: bandmf.max_error(TOEPLITZ, workload=ROUGH)),
+    "per_step_error": (lambda: bandmf.per_step_error(TOEPLITZ, ROUGH).sum(),
+                       lambda: bandmf.per_step_error(TOEPLITZ, workload=ROUGH).sum()),
+    "mean_squared_error": (lambda: mean_squared_error(TOEPLITZ, ROUGH),
+                           lambda: mean_squared_error(TOEPLITZ, workload=ROUGH)),
+    "max_squared_error": (lambda: max_squared_error(TOEPLITZ, ROUGH),
+                          lambda: max_squared_error(TOEPLITZ, workload=ROUGH)),
+    "banded_toeplitz": (lambda: optimize.banded_toeplitz(N, 4, None, "max", False).rmse,
+                        lambda: optimize.banded_toeplitz(N, 4, objective="max", normalize_columns=False).rmse),
+    "banded": (lambda: optimize.banded(N, 4, ROUGH).rmse, lambda: optimize.banded(N, 4, workload=ROUGH).rmse),
+    "dense": (lambda: optimize.dense(16, 4).rmse, lambda: optimize.dense(16, epochs=4).rmse),
+    "horizon": (lambda: optimize.horizon(N, 4, workloads.prefix(N)).rmse, lambda: optimize.horizon(N, 4).rmse),
+    "inverse_plus_constant": (lambda: optimize.inverse_plus_constant(N, 4, False).rmse,
+                              lambda: optimize.inverse_plus_constant(N, 4, normalize_columns=False).rmse),
+    "banded_inverse": (lambda: optimize.banded_inverse(N, 2, FixedEpochs(4)).rmse,
+                       lambda: optimize.banded_inverse(N, 2, participation=FixedEpochs(4)).rmse),
+    "buffered_toeplitz": (lambda: optimize.buffered_toeplitz(N, 1, FixedEpochs(4), "max").rmse,
+                          lambda: optimize.buffered_toeplitz(N, 1, participation=FixedEpochs(4), objective="max").rmse),
+    "lti": (lambda: optimize.lti(N, FixedEpochs(4)).rmse,
+            lambda: optimize.lti(N, participation=FixedEpochs(4)).rmse),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OLD_POSITIONS)
+def test_old_positional_forms_give_the_same_with_a_warning(name):
+    old, new = OLD_POSITIONS[name]
+    with pytest.warns(DeprecationWarning, match=f"{name} with .* by position"):
+        found = old()
+    assert found == new()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [lambda: bandmf.rmse(TOEPLITZ, None, None, None), lambda: bandmf.rmse(TOEPLITZ, None, workload=None)],
+)
+def test_positions_that_never_were_are_python_errors(call):
+    with pytest.raises(TypeError):
+        call()
+
+
+def test_names_that_the_documents_showed_still_work_with_a_warning():
+    import bandmf.demo.datasets
+
+    with pytest.warns(DeprecationWarning, match=r"bandmf\.demo\.datasets"):
+        assert bandmf.datasets is bandmf.demo.datasets
+    with pytest.warns(DeprecationWarning, match=r"bandmf\.Key"):
+        assert bandmf.noise.Key is bandmf.Key
+    with pytest.warns(DeprecationWarning, match="cipher_rounds="):
+        assert bandmf.noise.NumpyEngine(Identity(2), rounds=12).cipher_rounds == 12
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        bandmf.noise.nothing  # noqa: B018
+    from bandmf.planning.sweep import sweep
+
+    assert bandmf.sweep is sweep
