@@ -77,7 +77,7 @@ def check_errors(strategy, C, workload, A):
     assert_allclose(per_step_error(strategy, workload=workload), expected, rtol=tolerance)
     assert_allclose(mean_squared_error(strategy, workload=workload), expected.mean(), rtol=tolerance)
     assert_allclose(max_squared_error(strategy, workload=workload), expected.max(), rtol=tolerance)
-    assert_allclose(error.rmse(strategy, workload=workload), rmse(C, workload=A), rtol=tolerance)
+    assert_allclose(error.rmse(strategy, workload=workload), rmse(C, A), rtol=tolerance)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

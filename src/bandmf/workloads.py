@@ -56,6 +56,16 @@ class Workload:
             raise ValueError(f"workload: it has steps={self.steps}, but the strategy has steps={steps}")
 
 
+def workload_for(steps: int, workload: Workload | None) -> Workload:
+    """The workload to measure on: prefix sums unless given, and of the right length."""
+    if workload is None:
+        return prefix(steps)
+    if not isinstance(workload, Workload):
+        raise _check.fail("workload", workload, "must come from bandmf.workloads, or be left out")
+    workload.require_steps(steps)
+    return workload
+
+
 def prefix(steps: int) -> Workload:
     """Running sums, A[i, j] = 1 for j <= i: what plain SGD makes of its gradients.
 

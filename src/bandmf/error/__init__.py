@@ -29,7 +29,7 @@ from bandmf.participation import Participation, Single
 from bandmf.sensitivities import sensitivity
 from bandmf.strategies import Strategy
 from bandmf.streaming import StreamingOperator
-from bandmf.workloads import Workload, prefix
+from bandmf.workloads import Workload, workload_for
 
 # The joint-state recursion costs s^2 a step; beyond this size streaming whole rows is cheaper.
 _LARGEST_STATE = 256
@@ -44,7 +44,7 @@ def per_step_error(strategy: Strategy, *, workload: Workload | None = None) -> F
     array([1.  , 1.25])
     """
     with np.errstate(over="ignore", invalid="ignore"):
-        return _finite(_per_step_error(strategy, _workload_for(strategy, workload)))
+        return _finite(_per_step_error(strategy, workload_for(strategy.steps, workload)))
 
 
 def _per_step_error(strategy: Strategy, workload: Workload) -> FloatArray:
@@ -81,7 +81,7 @@ def _aggregate(
     of_closed: Callable[[ClosedForm], float],
     of_steps: Callable[[FloatArray], Any],
 ) -> float:
-    workload = _workload_for(strategy, workload)
+    workload = workload_for(strategy.steps, workload)
     with np.errstate(over="ignore", invalid="ignore"):
         closed = closed_form(strategy, workload)
         value = float(
@@ -138,9 +138,3 @@ def _per_step_error_by_state(operator: StreamingOperator, steps: int) -> FloatAr
         errors[i] = H @ P @ H + D * D
         P = F @ P @ F.T + np.outer(G, G)
     return errors
-
-
-def _workload_for(strategy: Strategy, workload: Workload | None) -> Workload:
-    workload = prefix(strategy.steps) if workload is None else workload
-    workload.require_steps(strategy.steps)
-    return workload

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bandmf import _check, workloads
+from bandmf import _check
 from bandmf.participation import Participation, Single
 from bandmf.workloads import Workload
 
@@ -11,16 +11,6 @@ def sizes(steps: int, bands: int, most_steps: int | None = None) -> tuple[int, i
     """Steps and bands as whole numbers that fit each other."""
     steps = _check.whole("steps", steps, 1, most_steps)
     return steps, _check.whole("bands", bands, 1, steps, f"steps={steps}")
-
-
-def workload_for(workload: Workload | None, steps: int) -> Workload:
-    """The workload to measure on: prefix sums unless given, and of the right length."""
-    if workload is None:
-        return workloads.prefix(steps)
-    if not isinstance(workload, Workload):
-        raise _check.fail("workload", workload, "must come from bandmf.workloads, or be left out")
-    workload.require_steps(steps)
-    return workload
 
 
 def require_single(participation: Participation | None, remedy: str) -> None:

@@ -25,7 +25,7 @@ from bandmf.optimize.solution import Clock, Descent, Solution, Watcher, descend
 from bandmf.participation import Participation
 from bandmf.strategies import Banded, BandedToeplitz
 from bandmf.strategies.square_root import square_root_coefficients
-from bandmf.workloads import Workload
+from bandmf.workloads import Workload, workload_for
 
 _SEVERAL = "use optimize.banded_toeplitz with at most as many bands as the separation"
 DEFAULT_GAP = {"mean": 1e-4, "weighted": 1e-4, "last": 1e-4, "max": 1e-2}
@@ -77,7 +77,7 @@ def banded(
     (1.6626907595, True)
     """
     steps, bands = arguments.sizes(steps, bands)
-    workload = arguments.workload_for(workload, steps)
+    workload = workload_for(steps, workload)
     arguments.require_single(participation, _SEVERAL)
     search = _Search(lambda x: x, lambda x, slope: slope, workload, parse(objective, steps), watch)
     start = _best_start(steps, bands, workload, search.loss)
@@ -111,7 +111,7 @@ def parameterized(
     """
     start = _check.array("start", start, 1)
     band = _check.array("entries(start)", entries(start), 2)
-    workload = arguments.workload_for(workload, len(band))
+    workload = workload_for(len(band), workload)
     arguments.require_single(participation, _SEVERAL)
     search = _Search(entries, pullback, workload, parse(objective, len(band)), watch)
     return search.run(start, gap, max_iterations)

@@ -22,7 +22,7 @@ from bandmf.optimize import arguments
 from bandmf.optimize.solution import Clock, Solution, Watcher, descend
 from bandmf.participation import Participation, Single
 from bandmf.strategies import BandedInverse, banded_inverse_square_root
-from bandmf.workloads import Workload
+from bandmf.workloads import Workload, workload_for
 
 _MOST_STEPS = 2**24
 
@@ -48,7 +48,7 @@ def banded_inverse(
     """
     clock = Clock()
     steps, bands = arguments.sizes(steps, bands, _MOST_STEPS)
-    workload = arguments.workload_for(workload, steps)
+    workload = workload_for(steps, workload)
     largest = _check.choice("objective", objective, ("mean", "max")) == "max"
     count, separation = (participation or Single()).spacing(steps)
     loss = _Loss(workload, separation, count, largest)

@@ -27,11 +27,10 @@ from bandmf import _check
 from bandmf._deprecated import once_positional
 from bandmf._types import FloatArray
 from bandmf.error import max_error, rmse
-from bandmf.optimize import arguments
 from bandmf.optimize.solution import Clock, Descent, Solution, Watcher, descend
 from bandmf.participation import Participation, Single
 from bandmf.strategies import BufferedToeplitz
-from bandmf.workloads import Workload
+from bandmf.workloads import Workload, workload_for
 
 Numbers = npt.NDArray[np.complex128] | FloatArray
 MOST_BUFFERS = 10
@@ -63,7 +62,7 @@ def buffered_toeplitz(
     steps = _check.whole("steps", steps)
     buffers = _check.whole("buffers", buffers, 1, MOST_BUFFERS)
     goal = _check.choice("objective", objective, ("mean", "max"))
-    if not arguments.workload_for(workload, steps).is_prefix:
+    if not workload_for(steps, workload).is_prefix:
         raise ValueError(
             "workload: a BLT is optimized for prefix sums only; leave it out, or use optimize.banded_inverse"
         )

@@ -20,14 +20,13 @@ from scipy.linalg import LinAlgError, cho_solve, cholesky, eigh
 from bandmf import _check, band_columns, workloads
 from bandmf._deprecated import once_positional
 from bandmf._types import FloatArray
-from bandmf.optimize import arguments
 from bandmf.optimize.banded import DEFAULT_GAP
 from bandmf.optimize.horizon import horizon_columns
 from bandmf.optimize.objectives import Objective, Weighted, minimax, parse
 from bandmf.optimize.solution import Clock, Descent, Solution, Watcher, descend
 from bandmf.participation import FixedEpochs, Participation, Single
 from bandmf.strategies import Dense
-from bandmf.workloads import Workload
+from bandmf.workloads import Workload, workload_for
 
 _LARGEST = 8192  # three n x n matrices and the optimizer's memory of them
 
@@ -59,7 +58,7 @@ def dense(
     epochs = _epochs(epochs, participation, steps)
     length = FixedEpochs(epochs).separation(steps)
     bands = steps if bands is None else _check.whole("bands", bands, 1, steps, f"steps={steps}")
-    workload = arguments.workload_for(workload, steps)
+    workload = workload_for(steps, workload)
     lag = np.abs(np.subtract.outer(np.arange(steps), np.arange(steps)))
     free = (lag % length > 0) & (lag < bands)
     goal = parse(objective, steps)

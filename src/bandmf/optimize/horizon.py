@@ -19,7 +19,7 @@ from bandmf.optimize.solution import Clock, Descent, Solution
 from bandmf.optimize.toeplitz import banded_toeplitz
 from bandmf.participation import Participation
 from bandmf.strategies import Banded
-from bandmf.workloads import Workload
+from bandmf.workloads import Workload, workload_for
 
 _POINTS_PER_OCTAVE = 2
 
@@ -41,7 +41,7 @@ def horizon(
     """
     clock = Clock()
     steps, bands = arguments.sizes(steps, bands)
-    workload = arguments.workload_for(workload, steps)
+    workload = workload_for(steps, workload)
     arguments.require_single(participation, "use optimize.banded_toeplitz")
     _check.choice("objective", objective, ("mean",))
     strategy = Banded(horizon_columns(steps, bands, workload))

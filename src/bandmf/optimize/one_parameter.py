@@ -21,7 +21,7 @@ from bandmf.optimize import arguments
 from bandmf.optimize.solution import Clock, Descent, Solution
 from bandmf.participation import Participation
 from bandmf.strategies import BandedToeplitz
-from bandmf.workloads import Workload
+from bandmf.workloads import Workload, workload_for
 
 
 @once_positional("normalize_columns")
@@ -45,7 +45,7 @@ def inverse_plus_constant(
     """
     clock = Clock()
     steps, bands = arguments.sizes(steps, bands)
-    workload = arguments.workload_for(workload, steps)
+    workload = workload_for(steps, workload)
     normalize = _check.choice("normalize_columns", normalize_columns, (True, False))
     largest = _check.choice("objective", objective, ("mean", "max")) == "max"
     arguments.require_toeplitz(workload, normalize)
@@ -88,7 +88,7 @@ def lti(
     """
     clock = Clock()
     steps = _check.whole("steps", steps)
-    workload = arguments.workload_for(workload, steps)
+    workload = workload_for(steps, workload)
     measure = max_error if _check.choice("objective", objective, ("mean", "max")) == "max" else rmse
 
     def value(log_damping: float) -> float:

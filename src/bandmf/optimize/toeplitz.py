@@ -24,7 +24,7 @@ from bandmf.optimize.solution import Clock, Descent, Solution, Watcher, descend
 from bandmf.participation import Participation
 from bandmf.strategies import BandedToeplitz
 from bandmf.strategies.square_root import square_root_coefficients
-from bandmf.workloads import Workload
+from bandmf.workloads import Workload, workload_for
 
 NORMALIZE = (False, "after", "optimized")
 
@@ -58,7 +58,7 @@ def banded_toeplitz(
     """
     clock = Clock()
     steps, bands = arguments.sizes(steps, bands)
-    workload = arguments.workload_for(workload, steps)
+    workload = workload_for(steps, workload)
     mode = _check.choice("normalize_columns", normalize_columns, NORMALIZE)
     terms = None if terms is None else _check.whole("terms", terms)
     goal = parse(objective, steps)

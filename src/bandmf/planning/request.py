@@ -6,12 +6,12 @@ import math
 import re
 from dataclasses import dataclass
 
-from bandmf import _check, accounting, workloads
+from bandmf import _check, accounting
 from bandmf.accounting.events import Event, cyclic_poisson, one_release
 from bandmf.noise.schedule import BYTES_PER_NUMBER, DEVICES, vectors_held
 from bandmf.participation import FixedEpochs, MinSeparation, Participation, Single
 from bandmf.strategies import Strategy
-from bandmf.workloads import Workload
+from bandmf.workloads import Workload, workload_for
 
 MAX_STEPS = 10**8
 
@@ -126,7 +126,7 @@ def checked_request(
         examples=examples,
         batch_size=batch_size,
         steps=steps,
-        workload=_workload(workload, steps),
+        workload=workload_for(steps, workload),
         participation=_participation(participation),
         adjacency=_check.choice("adjacency", adjacency, accounting.ADJACENCIES),
         max_batch_size=_cap(max_batch_size, batch_size, participation),
@@ -199,15 +199,6 @@ def training_steps(steps: object, epochs: object, batch_size: float, examples: i
             raise ValueError("epochs: needs examples=; or give steps=")
         steps = max(1, round(_check.real("epochs", epochs, 0, open_low=True) * examples / batch_size))
     return _check.whole("steps", steps, 1, MAX_STEPS, remedy="so many steps cannot be accounted for")
-
-
-def _workload(workload: Workload | None, steps: int) -> Workload:
-    if workload is None:
-        return workloads.prefix(steps)
-    if not isinstance(workload, Workload):
-        raise _check.fail("workload", workload, "must come from bandmf.workloads, or be left out")
-    workload.require_steps(steps)
-    return workload
 
 
 def _participation(participation: Participation | None) -> Participation | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ import numpy.typing as npt
 from bandmf import _check
 
 Words = npt.NDArray[np.uint32]
+W = TypeVar("W", bound=Any)
 
 CONSTANTS = struct.unpack("<4I", b"expand 32-byte k")
 WORDS = 16
@@ -49,11 +50,12 @@ def block(key: Sequence[int], nonce: Sequence[int], counters: Words, cipher_roun
     x = list(start)
     for _ in range(cipher_rounds // 2):
         for a, b, c, d in QUARTERS:
-            x[a], x[b], x[c], x[d] = _quarter_round(x[a], x[b], x[c], x[d])
+            x[a], x[b], x[c], x[d] = quarter_round(x[a], x[b], x[c], x[d])
     return np.stack([word + initial for word, initial in zip(x, start, strict=True)], axis=-1)
 
 
-def _quarter_round(a: Words, b: Words, c: Words, d: Words) -> tuple[Words, Words, Words, Words]:
+def quarter_round(a: W, b: W, c: W, d: W) -> tuple[W, W, W, W]:
+    """Of uint32 arrays of any kind that wrap around: NumPy's or JAX's."""
     a = a + b
     d = _rotate(d ^ a, 16)
     c = c + d
@@ -65,7 +67,7 @@ def _quarter_round(a: Words, b: Words, c: Words, d: Words) -> tuple[Words, Words
     return a, b, c, d
 
 
-def _rotate(x: Words, bits: int) -> Words:
+def _rotate(x: W, bits: int) -> W:
     return (x << np.uint32(bits)) | (x >> np.uint32(32 - bits))
 
 

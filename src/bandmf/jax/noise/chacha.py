@@ -29,21 +29,5 @@ def words(key: Array, step: Array, tensors: Array, groups: Array, cipher_rounds:
 def _double_round(x: tuple[Array, ...]) -> tuple[Array, ...]:
     words = list(x)
     for a, b, c, d in chacha.QUARTERS:
-        words[a], words[b], words[c], words[d] = _quarter_round(words[a], words[b], words[c], words[d])
+        words[a], words[b], words[c], words[d] = chacha.quarter_round(words[a], words[b], words[c], words[d])
     return tuple(words)
-
-
-def _quarter_round(a: Array, b: Array, c: Array, d: Array) -> tuple[Array, Array, Array, Array]:
-    a = a + b
-    d = _rotate(d ^ a, 16)
-    c = c + d
-    b = _rotate(b ^ c, 12)
-    a = a + b
-    d = _rotate(d ^ a, 8)
-    c = c + d
-    b = _rotate(b ^ c, 7)
-    return a, b, c, d
-
-
-def _rotate(x: Array, bits: int) -> Array:
-    return (x << np.uint32(bits)) | (x >> np.uint32(32 - bits))
