@@ -17,13 +17,14 @@ import time
 from pathlib import Path
 
 import torch
+import torch._dynamo  # which every optimizer imports: once here, not in every child
 
 from bandmf import ledger
 from bandmf.noise import Key
 from bandmf.torch import checkpoint, make_private, per_example
 from training import simple_plan, small_data, small_model, train, weights
 
-STEPS = 40
+STEPS = 80  # so many that the kills at random moments of a fast machine come before the end
 PLACES = ["accumulation", "ledger", "released", "checkpoint", "state", "cleaning", "random"]
 
 
