@@ -24,6 +24,14 @@ settings.register_profile(
 settings.load_profile("bandmf")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory):
+    """Answers of the accountant are remembered for these tests only, not found in the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BANDMF_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def reference():
     """reference/values.json as a dictionary; keys such as "64,4" become (64, 4)."""
