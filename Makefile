@@ -1,8 +1,10 @@
 # Two commands: `make demo` and `make test`. Each makes its own virtual environment in .venv.
 PYTHON ?= python3
 PIP = .venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# One process a core; more threads in each would only get in each other's way.
+PYTEST = OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile
 
-.PHONY: demo test lint types doctest unit clean
+.PHONY: demo test test-long lint types doctest unit clean
 
 demo: .venv/installed
 	.venv/bin/bandmf train --plot demo.png
@@ -16,13 +18,15 @@ lint: .venv/installed-dev
 types: .venv/installed-dev
 	.venv/bin/mypy
 
-# The Triton kernels need a GPU's compiler to be imported at all; benchmarks/noise_gpu.py checks them.
 doctest: .venv/installed-dev
-	.venv/bin/python -m pytest --doctest-modules --ignore src/bandmf/torch/noise/triton_kernels.py --ignore src/bandmf/torch/noise/triton_executor.py src/bandmf
+	.venv/bin/python -m pytest --doctest-modules src/bandmf
 
-# One process a core; more threads in each would only get in each other's way.
 unit: .venv/installed-dev
-	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile tests
+	$(PYTEST) -m "not long" tests
+
+# Sweeps of minutes, which the ordinary tests have a small version of.
+test-long: .venv/installed-dev
+	$(PYTEST) -m long tests
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

@@ -1,4 +1,4 @@
-"""Shared set-up: repeatable property tests, and the reference values that lie beside the repository."""
+"""Shared set-up: repeatable property tests, and the reference values in tests/reference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import pytest
 from hypothesis import HealthCheck, settings
 
-SHARED = Path(__file__).parents[2] / "shared"
+REFERENCE = Path(__file__).parent / "reference" / "values.json"
 
 settings.register_profile(
     "bandmf",
@@ -24,12 +24,18 @@ settings.register_profile(
 settings.load_profile("bandmf")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory):
+    """Answers of the accountant are remembered for these tests only, not found in the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BANDMF_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def reference():
-    """../shared/reference/values.json as a dictionary; keys such as "64,4" become (64, 4)."""
-    if not SHARED.is_dir():
-        pytest.skip(f"the reference values are not here: {SHARED} does not exist")
-    values = json.loads((SHARED / "reference" / "values.json").read_text())
+    """reference/values.json as a dictionary; keys such as "64,4" become (64, 4)."""
+    values = json.loads(REFERENCE.read_text())
     return {name: _by_size(table) for name, table in values.items() if isinstance(table, dict)}
 
 

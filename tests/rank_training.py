@@ -1,4 +1,4 @@
-"""One rank of some training runs, for torchrun: `rank_training.py FOLDER NAME:KIND:CLIPPING[:UNTIL] ...`.
+"""Training runs on some ranks: `rank_training.py FOLDER RANKS NAME:KIND:CLIPPING[:UNTIL] ... [RANKS ...]`.
 
 KIND is ddp or fsdp. Each run leaves its final weights in FOLDER/NAME, and how many physical batches each rank had
 in each step. With UNTIL it stops after so many steps; started again under the same name, it goes on.
@@ -10,11 +10,13 @@ import sys
 from pathlib import Path
 
 import torch
+import torch._dynamo  # which every optimizer imports: once here, not in every rank
 import torch.distributed as dist
 from torch import nn
 
 from bandmf import Key
 from bandmf.torch import make_private
+from children import run_ranks
 from training import simple_plan, small_data, small_model, train, weights
 
 PLAN = simple_plan(steps=24, examples=403, batch_size=3, bands=4)  # many shares are empty
@@ -51,13 +53,21 @@ def one_run(folder, kind, clipping, until=None):
     private.close()
 
 
-def main():
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for job in sys.argv[2:]:
+def all_runs(folder, jobs):
+    for job in jobs:
         name, *rest = job.split(":")
-        one_run(Path(sys.argv[1]) / name, *rest)
-    dist.destroy_process_group()
+        one_run(folder / name, *rest)
+
+
+def main():
+    launches = []
+    for word in sys.argv[2:]:
+        if word.isdigit():
+            launches.append((int(word), []))
+        else:
+            launches[-1][1].append(word)
+    for ranks, jobs in launches:
+        run_ranks(ranks, all_runs, Path(sys.argv[1]), jobs)
 
 
 if __name__ == "__main__":

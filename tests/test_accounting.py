@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import multiprocessing
 from collections.abc import Callable
@@ -18,8 +17,6 @@ from hypothesis import strategies as st
 from scipy import optimize, special, stats
 
 from bandmf import accounting
-
-SHARED = Path(__file__).parents[2] / "shared"
 
 
 @pytest.fixture(autouse=True)
@@ -138,12 +135,10 @@ def test_rounding_errors_of_the_accountant_are_taken_off_delta(monkeypatch: pyte
 # The same numbers as everybody else's ---------------------------------------------------------------------
 
 
-def test_reference_values() -> None:
-    if not SHARED.is_dir():
-        pytest.skip(f"no reference values: {SHARED} is absent")
-    reference = json.loads((SHARED / "reference" / "values.json").read_text())["pld"]
-    assert accounting.epsilon(3.0, 1e-6, 0.1, 512) == pytest.approx(reference["epsilon"], abs=5e-5)
-    for key, expected in reference["sigma"].items():
+def test_reference_values(reference: dict) -> None:
+    values = reference["pld"]
+    assert accounting.epsilon(3.0, 1e-6, 0.1, 512) == pytest.approx(values["epsilon"], abs=5e-5)
+    for key, expected in values["sigma"].items():
         target, q, rounds = key.split(", ")
         one, many = map(float, q.split("/"))
         sigma = accounting.noise_multiplier(float(target), 1e-8, one / many, int(rounds))

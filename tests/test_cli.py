@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 import bandmf
-from bandmf.cli import app
+from bandmf.cli import app, noise_cases
 
 runner = CliRunner()
 BUDGET = ["--epsilon", "8", "--delta", "1e-6", "--examples", "6000", "--batch-size", "60", "--steps", "200"]
@@ -122,13 +122,36 @@ def test_compare_lists_all_mechanisms_best_first():
 def test_bench_noise_reports_time_and_memory(tmp_path):
     assert "Example: bandmf" in run("bench", "noise", "--help")
     picture = tmp_path / "noise.png"
-    options = ("--parameters", "100000", "--bands", "1,24", "--plot", str(picture), "--json")
+    # One number of bands: every row takes a process of its own, and to start it is nearly all of the time.
+    options = ("--parameters", "100000", "--bands", "24", "--plot", str(picture), "--json")
     rows = json.loads(run("bench", "noise", *options))["rows"]
     found = {(row["what"], row["bands"]): row for row in rows}
     assert {"independent noise", "bandmf", "torch, roll", "jax_privacy"} <= {what for what, _ in found}
     assert all(row["milliseconds"] > 0 for row in rows)
     assert picture.stat().st_size > 0
     assert found["bandmf", 24]["peak_vectors"] > 20  # 23 of history and 7 prepared
+
+
+def test_bench_noise_measures_every_case_at_every_number_of_bands(monkeypatch):
+    def measured(case, bands, size, device):
+        return {"what": case, "bands": bands, "milliseconds": 2.0 * bands, "peak_vectors": size / 1000}
+
+    monkeypatch.setattr(noise_cases, "run", measured)
+    rows = json.loads(run("bench", "noise", "--parameters", "5000", "--bands", "1,24", "--json"))["rows"]
+    others = [case for case in noise_cases.CASES if case != noise_cases.INDEPENDENT]
+    assert [(row["what"], row["bands"]) for row in rows] == [
+        (noise_cases.INDEPENDENT, 1),
+        *((case, bands) for bands in (1, 24) for case in others),
+    ]
+    assert all(row["ratio"] == row["bands"] and row["peak_vectors"] == 5 for row in rows)
+
+
+@pytest.mark.parametrize("bands", [1, 24])  # without history, and with
+@pytest.mark.parametrize("case", noise_cases.CASES)
+def test_every_case_of_the_benchmark_runs(case, bands):
+    step = noise_cases.CASES[case][0](bands, 64, "cpu")
+    for _ in range(3):
+        step()
 
 
 def test_nonsense_among_the_learning_rates_gets_one_sentence():

@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from children import HERE, environment
 from rank_training import make
 from training import train, weights
-
-HERE = Path(__file__).parent
-pytestmark = pytest.mark.slow
-
-
-def torchrun(ranks, *arguments):
-    """Run rank_training.py on so many ranks; fails with its error output."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    result = subprocess.run(
-        [*command, HERE / "rank_training.py", *map(str, arguments)],
-        capture_output=True, text=True, timeout=150, check=False,
-        env={**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """All runs, in as few launches as can be: starting processes takes longer than training."""
+    """All runs, from one process: to start one takes longer than to train."""
     folder = tmp_path_factory.mktemp("ranks")
-    torchrun(
-        3, folder, "ddp-3:ddp:ghost", "fsdp-3:fsdp:ghost", "ddp-on:ddp:hooks:10", "fsdp-on:fsdp:ghost:10"
-    )
-    torchrun(2, folder, "ddp-2:ddp:hooks", "fsdp-2:fsdp:ghost", "ddp-on:ddp:hooks", "fsdp-on:fsdp:ghost")
+    three = ["3", "ddp-3:ddp:ghost", "fsdp-3:fsdp:ghost", "ddp-on:ddp:hooks:10", "fsdp-on:fsdp:ghost:10"]
+    two = ["2", "ddp-2:ddp:hooks", "fsdp-2:fsdp:ghost", "ddp-on:ddp:hooks", "fsdp-on:fsdp:ghost"]
+    command = [sys.executable, HERE / "rank_training.py", folder, *three, *two]
+    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
     return folder
 
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from bandmf import Key
 from bandmf.torch import make_private
+from children import HERE, environment
 from training import simple_plan, small_data, small_model, train, weights
-
-HERE = Path(__file__).parent
 
 
 def open_run(folder, plan=None, data=None, **options):
@@ -34,12 +31,11 @@ def kinds(folder):
     }
 
 
-@pytest.mark.slow
 def test_a_run_killed_twenty_times_is_the_run_that_was_not(tmp_path):
     result = subprocess.run(
         [sys.executable, HERE / "killed_training.py", tmp_path, "20"],
         capture_output=True, text=True, timeout=200, check=True,
-        env={**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"},
+        env=environment(),
     )  # fmt: skip
     kills = json.loads(result.stdout)
     assert sum(kills.values()) == 20

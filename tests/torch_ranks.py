@@ -1,4 +1,4 @@
-"""What every rank runs for tests/test_noise_distributed.py:  torch_ranks.py FOLDER SCENARIO ...
+"""What every rank runs for tests/test_noise_distributed.py:  torch_ranks.py FOLDER RANKS:SCENARIO,SCENARIO ... ...
 
 Every rank compares with the NumPy oracle and exits with an error if anything differs. Saved checkpoints are
 named after the layout and the number of ranks: rows2, ddp3.
@@ -6,8 +6,8 @@ named after the layout and the number of ranks: rows2, ddp3.
 
 from __future__ import annotations
 
-import os
 import sys
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from bandmf import Key
 from bandmf.torch import Engine, broadcast_key
+from children import run_ranks
 from noise_families import FAMILIES, largest_difference, oracle_noise
 
 SHAPES = {"weight": (33, 65), "bias": (7,), "empty": (0, 4)}
@@ -31,8 +32,14 @@ STEPS = 16
 PLACEMENTS = {"rows": [Shard(0)], "columns": [Shard(1)], "copies": [Replicate()]}
 
 
+@cache
+def truth() -> list[dict[str, np.ndarray]]:
+    """Found once for all scenarios: it takes longer than most of them."""
+    return oracle_noise(STRATEGY, KEY, SHAPES, 0.5)
+
+
 def compare(noise: list[dict[str, np.ndarray]], first: int = 0) -> None:
-    expected = oracle_noise(STRATEGY, KEY, SHAPES, 0.5)[first : first + len(noise)]
+    expected = truth()[first : first + len(noise)]
     expected = [{name: step[name] for name in noise[0]} for step in expected]
     filled = [{name: value for name, value in step.items() if value.size} for step in noise]
     expected = [{name: value for name, value in step.items() if value.size} for step in expected]
@@ -71,12 +78,16 @@ def replicated(engine: Engine, state=None, first: int = 0, last: int = STEPS):
 
 
 def main() -> None:
-    folder, scenarios = Path(sys.argv[1]), sys.argv[2:]
-    dist.init_process_group("gloo")
+    truth()  # before the ranks are forked
+    for group in sys.argv[2:]:
+        ranks, scenarios = group.split(":")
+        run_ranks(int(ranks), play_all, scenarios.split(","), Path(sys.argv[1]))
+
+
+def play_all(scenarios: list[str], folder: Path) -> None:
     for scenario in scenarios:
         play(scenario, folder)
         print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {scenario} holds", flush=True)
-    dist.destroy_process_group()
 
 
 def play(scenario: str, folder: Path) -> None:
@@ -149,6 +160,4 @@ def check_ddp_module() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    torch.set_num_threads(1)
     main()

@@ -1,0 +1,144 @@
+"""What tests/test_noise_triton.py runs in Triton's interpreter:  triton_kernels.py [sweep]
+
+A draw of 2048 numbers takes the interpreter a quarter of a second, so there are few of them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from bandmf import Key
+from bandmf.strategies import BandedInverse, BufferedToeplitz, Identity, tree_aggregation
+from noise_families import FAMILIES, largest_difference, oracle_noise, toeplitz, torch_noise
+
+KEY = Key(bytes([5] * 32))
+NAME = "bandmf.torch.noise.triton_kernels"
+CIPHER_ROUNDS = 8  # the fewest there are
+ONE, TWO = {"w": (3, 50)}, {"w": (17, 30), "b": (5,)}
+GROUPS = {"w": (3, 700), "b": (5,)}  # w reaches into a second group of 2048 coordinates
+
+# Name: (strategy, shapes, options).
+CASES = {
+    "identity": (Identity(1), GROUPS, {}),
+    # A pass before step 8, which also begins to overwrite the ring; step 4 adds to the sums of the next three.
+    "look-ahead with an inner level": (toeplitz(10, 9), TWO, {"lookahead": 8}),
+    "toeplitz": (toeplitz(4, 3), ONE, {}),
+    "banded inverse": (BandedInverse([1, -0.5, 0.2], 3), ONE, {}),
+    "tree": (tree_aggregation(4), ONE, {}),
+    "buffered": (BufferedToeplitz([0.3, 0.1], [0.9, 0.5], 3), ONE, {}),
+}
+
+# Name: (what the kernels say, what they are made to say, strategy, shapes). Sines are the upper half of a group.
+PLANTED = {
+    "nothing": ("", "", toeplitz(2, 2), {"w": (1100,)}),
+    "cipher": ("_rotate(b ^ c, 12)", "_rotate(b ^ c, 7)", Identity(1), ONE),
+    "Box-Muller": ("radius * sine", "-radius * sine", Identity(1), {"w": (1100,)}),
+    "combination": ("y += weight * tl.load", "y -= weight * tl.load", toeplitz(2, 2), ONE),
+}
+
+
+def difference(strategy, shapes, cipher_rounds: int = CIPHER_ROUNDS, **options) -> float:
+    """The largest between the kernels' noise and the oracle's."""
+    got = torch_noise(strategy, KEY, shapes, kernels="triton", cipher_rounds=cipher_rounds, **options)
+    return largest_difference(got, oracle_noise(strategy, KEY, shapes, cipher_rounds=cipher_rounds))
+
+
+def load(path: Path) -> None:
+    """Make this file the kernels that engines import, by way of the executor."""
+    sys.modules.pop("bandmf.torch.noise.triton_executor", None)
+    spec = importlib.util.spec_from_file_location(NAME, path)
+    sys.modules[NAME] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[NAME])
+
+
+def planted(name: str) -> float:
+    """The difference that an error in the source of the kernels makes."""
+    old, new, strategy, shapes = PLANTED[name]
+    original = Path(importlib.util.find_spec(NAME).origin)
+    source = original.read_text()
+    assert not old or source.count(old) == 1, f"{old!r} is not there once"
+    with tempfile.TemporaryDirectory() as folder:
+        changed = Path(folder) / "kernels.py"
+        changed.write_text(source.replace(old, new) if old else source)
+        load(changed)
+        found = difference(strategy, shapes)
+    load(original)
+    return found
+
+
+def check_launches_one_by_one() -> None:
+    """As large tensors are: here the limit is lowered instead."""
+    from bandmf.torch.noise import triton_executor
+
+    usual, triton_executor.LARGE = triton_executor.LARGE, 0
+    assert difference(toeplitz(2, 2), {"w": (1100,)}) < 1e-5
+    triton_executor.LARGE = usual
+
+
+def check_pass_over_many_slots() -> None:
+    import torch
+
+    from bandmf.torch.noise.executor import Vectors
+    from bandmf.torch.noise.triton_executor import TritonExecutor
+
+    dice = torch.Generator().manual_seed(0)
+    matrix = torch.randn(16, 70, generator=dice).numpy()
+    history = torch.randn(70, 300, generator=dice)
+    prepared = torch.full((16, 300), torch.nan)
+    TritonExecutor(bytes(32), CIPHER_ROUNDS, Vectors([], history, prepared)).prepare(matrix)
+    np.testing.assert_allclose(prepared.numpy(), matrix @ history.numpy(), atol=1e-4)
+
+
+def check_finite_numbers() -> None:
+    import torch
+
+    from bandmf.torch.noise.executor import Vectors
+    from bandmf.torch.noise.triton_executor import TritonExecutor
+
+    nothing = torch.empty(0, 0)
+    executor = TritonExecutor(bytes(32), CIPHER_ROUNDS, Vectors([], nothing, nothing))
+    for dtype in (torch.float32, torch.float64, torch.float16):
+        values = torch.ones(5000, dtype=dtype)
+        assert executor.all_finite(values)
+        for bad in (torch.nan, torch.inf, -torch.inf):
+            values[4999] = bad
+            assert not executor.all_finite(values), (dtype, bad)
+
+
+CHECKS = {
+    "launches one by one": check_launches_one_by_one,
+    "pass over many slots": check_pass_over_many_slots,
+    "finite numbers": check_finite_numbers,
+}
+
+
+def sweep() -> None:
+    """Every family of the conformance list, and the full cipher."""
+    for name, strategy in FAMILIES.items():
+        assert difference(strategy, GROUPS) < 1e-5, name
+    assert difference(toeplitz(18, 17), GROUPS, lookahead=7) < 1e-5
+    assert difference(Identity(2), GROUPS, cipher_rounds=20) < 1e-5
+
+
+def main() -> None:
+    if sys.argv[1:] == ["sweep"]:
+        sweep()
+        return
+    for name, (strategy, shapes, options) in CASES.items():
+        found = difference(strategy, shapes, **options)
+        assert found < 1e-5, (name, found)
+        print(f"{name} holds", flush=True)
+    for name, check in CHECKS.items():
+        check()
+        print(f"{name} holds", flush=True)
+    for name in PLANTED:
+        print(f"planted {name}: {planted(name)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
