@@ -21,7 +21,7 @@ import torch._dynamo  # which every optimizer imports: once here, not in every c
 
 from bandmf import Key, ledger
 from bandmf.torch import make_private
-from bandmf.torch.clipping.common import hooks
+from bandmf.torch.clipping import hooks
 from bandmf.torch.training import checkpoint
 from training import simple_plan, small_data, small_model, train, weights
 

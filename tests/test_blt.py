@@ -143,9 +143,9 @@ def test_the_matrix_of_the_optimum_is_what_the_closed_forms_say():
         ((100, 0), "buffers=0"),
         ((100, 11), "buffers=11"),
         ((0, 1), "steps=0"),
-        ((100, 2, FixedEpochs(3)), "epochs=3"),
+        ((100, 2), "epochs=3"),
     ],
 )
 def test_bad_arguments_are_refused_with_their_value(arguments, complaint):
     with pytest.raises(ValueError, match=complaint):
-        optimize.buffered_toeplitz(*arguments)
+        optimize.buffered_toeplitz(*arguments, participation=FixedEpochs(3))

@@ -47,7 +47,7 @@ def test_it_is_the_banded_optimum_of_as_many_bands_as_steps(steps):
 
 @pytest.mark.parametrize(("steps", "epochs"), EPOCHS)
 def test_the_sensitivity_of_k_epochs_is_exactly_root_k(steps, epochs):
-    C = solve(steps, epochs).strategy.materialize()
+    C = solve(steps, epochs=epochs).strategy.materialize()
     by_signs, by_vectors, never_exceeded = sensitivity_bounds(C, epoch_patterns(steps, epochs))
     assert_allclose([by_signs, by_vectors, never_exceeded], np.sqrt(epochs), rtol=1e-9)
     claim = certified_sensitivity(solve(steps, epochs).strategy, FixedEpochs(epochs))

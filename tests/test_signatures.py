@@ -164,7 +164,7 @@ def test_names_that_the_documents_showed_still_work_with_a_warning():
     import bandmf.demo.datasets
 
     with pytest.warns(DeprecationWarning, match=r"bandmf\.demo\.datasets"):
-        assert bandmf.demo.datasets is bandmf.demo.datasets
+        assert bandmf.datasets is bandmf.demo.datasets
     with pytest.warns(DeprecationWarning, match=r"bandmf\.Key"):
         assert bandmf.noise.Key is bandmf.Key
     with pytest.warns(DeprecationWarning, match="cipher_rounds="):
