@@ -84,6 +84,22 @@ def test_an_argument_is_honored_or_refused_never_ignored(name, given):
     assert solution.rmse == pytest.approx(bandmf.rmse(solution.strategy, **measured), rel=1e-9)
     if given == "max":
         assert solution.objective == pytest.approx(bandmf.max_error(solution.strategy), rel=1e-9)
+    if given == "last":
+        last = np.sqrt(bandmf.per_step_error(solution.strategy)[-1])
+        assert solution.objective == pytest.approx(last * bandmf.sensitivity(solution.strategy), rel=1e-9)
+    # What was searched for is what was asked for: the default's optimum is no better at it.
+    plain = solve(name).strategy
+    if given in ("momentum", "schedule", "epochs", "close"):
+        assert solution.rmse <= bandmf.rmse(plain, **measured) * (1 + 1e-6)
+    else:
+        measure = bandmf.max_error(plain) if given == "max" else np.sqrt(bandmf.per_step_error(plain)[-1])
+        assert solution.objective <= measure * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_nonsense_for_a_participation_gets_one_sentence(name):
+    with pytest.raises(ValueError, match="participation='often'"):
+        solve(name, participation="often")
 
 
 def test_epochs_of_dense_are_short_for_fixed_epochs():

@@ -140,3 +140,12 @@ def test_saving_needs_a_folder():
     for act in (private.save, private.resume):
         with pytest.raises(ValueError, match="run_folder=None"):
             act()
+
+
+def test_what_was_spent_before_a_restart_counts(tmp_path):
+    train(open_run(tmp_path), until=8).close()
+    again = open_run(tmp_path)
+    assert again.steps_taken == 0
+    assert again.spent() == again.plan.spent_after(8)
+    again.resume()
+    assert again.spent() == again.plan.spent_after(8) >= again.plan.spent_after(again.steps_taken)

@@ -62,7 +62,8 @@ def choice(name: str, value: Any, options: Sequence[object]) -> Any:
     for option in options:
         if value is option or (type(value) is type(option) and value == option):
             return value
-    raise fail(name, value, "must be one of " + ", ".join(repr(option) for option in options))
+    listed = ", ".join(repr(option) for option in options)
+    raise fail(name, value, f"must be one of {listed}" if len(options) > 1 else f"must be {listed}")
 
 
 def array(name: str, value: Any, dimensions: int) -> FloatArray:

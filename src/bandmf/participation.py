@@ -105,3 +105,13 @@ class FixedEpochs:
 
 
 Participation = Single | MinSeparation | FixedEpochs
+
+
+def checked_participation(participation: Participation | None) -> Participation:
+    """The participation, if it is one; none means a single one."""
+    if participation is None:
+        return Single()
+    if not isinstance(participation, (Single, MinSeparation, FixedEpochs)):
+        required = "must be Single(), MinSeparation(...) or FixedEpochs(...)"
+        raise _check.fail("participation", participation, required)
+    return participation

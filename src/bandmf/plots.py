@@ -52,7 +52,7 @@ def strategy(columns: dict[int, FloatArray], errors: dict[str, FloatArray], titl
 def bands(curve: list[tuple[int, float]], chosen: int, names: dict[int, str], title: str) -> Figure:
     """Error against bands, with the choice marked; curve holds (bands, error of mean gradients).
 
-    Points with `names`, by their bands, are labelled.
+    Points with `names`, by their bands, are labeled.
     """
     figure, (axis,) = panels(1)
     axis.loglog(*zip(*curve, strict=True), marker="o", markersize=4)

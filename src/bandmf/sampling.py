@@ -26,7 +26,7 @@ import numpy as np
 
 from bandmf import _check
 from bandmf.accounting.events import Event, one_release
-from bandmf.participation import MinSeparation, Participation
+from bandmf.participation import MinSeparation, Participation, Single
 from bandmf.randomness.key import Key
 from bandmf.randomness.stream import Indices, Permutation, Stream
 
@@ -89,6 +89,13 @@ def sampler(plan: SampledPlan, key: Key, examples: int | None = None) -> Sampler
         )
     if plan.participation is None:
         return CyclicPoisson(plan, key)
+    if plan.adjacency == "add-remove":
+        raise _check.fail(
+            "adjacency",
+            plan.adjacency,
+            "does not fit batches in a fixed order: one example more would move others to other batches",
+            "plan with adjacency='zero-out' or 'replace', or draw batches of your own",
+        )
     return FixedOrder(plan, key, plan_examples)
 
 
@@ -156,31 +163,14 @@ class FixedOrder:
     """
 
     def __init__(self, plan: SampledPlan, key: Key, examples: int) -> None:
+        assert plan.participation is not None
         self.examples, self.steps, self.adjacency = examples, plan.steps, plan.adjacency
         self._most = math.ceil(plan.batch_size)
-        self.parts = self._cycle(plan, examples)
+        self.parts = cycle_length(plan.participation, plan.steps, examples, plan.batch_size)
         self._bounds = _even_bounds(examples, self.parts)
         partition = key.derive("partition")
         self._arrange = Permutation(Stream(partition, _ORDER), examples)
         self._provenance = _describe(self, partition, batch_size=self._most)
-
-    @staticmethod
-    def _cycle(plan: SampledPlan, examples: int) -> int:
-        """After how many steps the same examples come again."""
-        allowed = plan.participation
-        assert allowed is not None
-        separation = allowed.spacing(plan.steps).separation
-        if not isinstance(allowed, MinSeparation):
-            return separation
-        cycle = max(separation, math.ceil(examples / plan.batch_size))
-        if (times := -(-plan.steps // cycle)) > allowed.max_participations:
-            raise _check.fail(
-                "max_participations", allowed.max_participations,
-                f"must be at least {times}: {plan.steps} steps with {examples} examples in batches of "
-                f"{plan.batch_size:g} come back to each every {cycle} steps",
-                f"plan with participation=MinSeparation({times}, {cycle})",
-            )  # fmt: skip
-        return cycle
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -202,6 +192,40 @@ class FixedOrder:
         turn = _check_step(step, self.steps) % self.parts
         begin, end = self._bounds[turn : turn + 2]
         return np.sort(self._arrange(np.arange(begin, min(end, begin + self._most))))
+
+
+def cycle_length(participation: Participation, steps: int, examples: int, batch_size: float) -> int:
+    """After how many steps the same examples come again, if the participation permits that.
+
+    A whole pass over the data takes examples / batch_size steps. With MinSeparation examples may rest longer, in
+    smaller batches.
+    """
+    times, separation = participation.spacing(steps)
+    whole_pass = math.ceil(examples / batch_size)
+    if isinstance(participation, MinSeparation):
+        cycle = max(separation, whole_pass)
+        if (needed := -(-steps // cycle)) > participation.max_participations:
+            raise _check.fail(
+                "max_participations",
+                participation.max_participations,
+                f"must be at least {needed}: {steps} steps with {examples} examples in batches of {batch_size:g} "
+                f"come back to each every {cycle} steps",
+                f"plan with participation=MinSeparation({needed}, {cycle})",
+            )
+        return cycle
+    if isinstance(participation, Single):
+        fits = steps <= whole_pass
+    else:
+        fits = math.floor(examples / batch_size) <= separation <= whole_pass
+    if not fits:
+        raise _check.fail(
+            "participation",
+            participation,
+            f"{steps} steps of {batch_size:g} examples are {steps * batch_size / examples:.3g} passes over "
+            f"examples={examples}, not {times}",
+            f"use batch_size={examples * times / steps:g}, or another number of steps",
+        )
+    return separation
 
 
 def poisson_sample(stream: Stream, size: int, probability: float) -> Indices:

@@ -20,9 +20,15 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import sparse
 
-from bandmf import _check, band_columns
+from bandmf import band_columns
 from bandmf._types import FloatArray, IntArray
-from bandmf.participation import FixedEpochs, MinSeparation, Participation, Single
+from bandmf.participation import (
+    FixedEpochs,
+    MinSeparation,
+    Participation,
+    Single,
+    checked_participation,
+)
 from bandmf.strategies import Strategy
 from bandmf.strategies.base import spaced_toeplitz_norm
 
@@ -53,12 +59,9 @@ def sensitivity(strategy: Strategy, participation: Participation | None = None) 
 
 def certified_sensitivity(strategy: Strategy, participation: Participation | None = None) -> Sensitivity:
     """The tightest certified value of the sensitivity, with its standing."""
-    if participation is None or isinstance(participation, Single):
+    participation = checked_participation(participation)
+    if isinstance(participation, Single):
         return Sensitivity(strategy.largest_column_norm(), True, "largest column norm")
-    if not isinstance(participation, (FixedEpochs, MinSeparation)):
-        raise _check.fail(
-            "participation", participation, "must be Single(), MinSeparation(...) or FixedEpochs(...)"
-        )
     if isinstance(participation, FixedEpochs):
         return _fixed_epochs(strategy, participation)
     return _min_separation(strategy, participation)

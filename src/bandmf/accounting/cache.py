@@ -64,7 +64,7 @@ def _read(path: Path, question: str) -> float | None:
         entry = json.loads(path.read_bytes())
         answer = float(entry["answer"])
         return answer if entry["seal"] == _seal(question, answer) else None
-    except (OSError, ValueError, TypeError, KeyError, OverflowError):
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
 
 

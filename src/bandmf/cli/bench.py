@@ -28,6 +28,11 @@ def noise(
         _check.whole("parameters", parameters),
         _check.choice("device", device, ("cpu", "cuda")),
     )
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ValueError("device='cuda': torch sees no GPU here; use --device cpu")
     try:
         widths = [_check.whole("bands", int(width)) for width in bands.split(",")]
     except ValueError:

@@ -36,6 +36,10 @@ def compare_command(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     if mechanisms:
+        given = {"steps": steps, "epochs": epochs, "delta": delta, "plot": plot, "map": map}
+        show.refuse_options(
+            {name: value for name, value in given.items() if value is not None}, "with --mechanisms"
+        )
         _print_properties(json)
         return
     if steps is None or epochs is None or delta is None:

@@ -20,12 +20,11 @@ from typing import Any
 import numpy as np
 
 from bandmf._types import FloatArray
-from bandmf.noise.schedule import best_lookahead
+from bandmf.noise.schedule import INNER, best_lookahead
 
 INDEPENDENT = "independent noise"
 BANDMF = "bandmf"
 SCALE = 1e-3
-INNER = 4  # steps of the inner look-ahead on CUDA
 
 Step = Callable[[], object]
 
@@ -142,13 +141,13 @@ def run(case: str, bands: int, size: int, device: str) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         reason = done.stderr.strip().splitlines() or [f"ended with code {done.returncode}; out of memory?"]
-        raise RuntimeError(f"{case}, {bands} bands: {reason[-1]}")
+        raise ValueError(f"{case}, {bands} bands: {reason[-1]}")
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def whole_periods(bands: int, device: str) -> int:
     """At least 32 steps, a whole number of the engine's look-ahead periods."""
-    period = best_lookahead(bands, INNER if device == "cuda" else None)
+    period = best_lookahead(bands, INNER[device])
     return period * -(-32 // period)
 
 

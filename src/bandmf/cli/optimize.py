@@ -53,13 +53,15 @@ class Normalize(StrEnum):
 def optimize(
     steps: Annotated[int, typer.Option(help="Training steps n.")],
     bands: Annotated[
-        int | None, typer.Option(help="Bands b of the strategy [default: 16; dense: all].")
+        int | None, typer.Option(help="Bands b of the strategy.", show_default="16; dense: all")
     ] = None,
-    family: Annotated[Family | None, typer.Option(help="Strategies to search [default: toeplitz].")] = None,
+    family: Annotated[
+        Family | None, typer.Option(help="Strategies to search.", show_default="toeplitz")
+    ] = None,
     epochs: Annotated[int, typer.Option(help="Participations of each example, evenly spaced.")] = 1,
     momentum: Annotated[float, typer.Option(help="Measure the error on SGD with this momentum.")] = 0.0,
     schedule: Annotated[str, typer.Option(help="Learning rates: constant, cooldown or cosine.")] = "constant",
-    objective: Annotated[str | None, typer.Option(help="mean, max or last [default: mean].")] = None,
+    objective: Annotated[str | None, typer.Option(help="mean, max or last.", show_default="mean")] = None,
     normalize: Annotated[Normalize | None, typer.Option(help="Unit columns (Toeplitz families).")] = None,
     gap: Annotated[
         float | None, typer.Option(help="Stop when proved this close to the best (banded, dense).")
@@ -74,7 +76,7 @@ def optimize(
     choices = {"bands": bands, "objective": objective, "normalize": normalize, "gap": gap}
     given = {name: value for name, value in choices.items() if value is not None}
     if load is not None:
-        refuse_options({**given, **({} if family is None else {"family": family})}, "with --load")
+        show.refuse_options({**given, **({} if family is None else {"family": family})}, "with --load")
         strategy, solution = strategies.load(load), None
     else:
         family = family or Family.toeplitz
@@ -113,12 +115,6 @@ def _workload(steps: int, momentum: float, schedule: str) -> Workload:
     return workloads.momentum(steps, momentum, None if rates is None else rates(steps))
 
 
-def refuse_options(given: dict[str, Any], where: str) -> None:
-    """Fail, naming the first option that has no meaning there."""
-    for name, value in given.items():
-        raise ValueError(f"{name}={value!s}: has no meaning {where}; leave --{name} out")
-
-
 def _solve(
     family: Family,
     steps: int,
@@ -128,7 +124,7 @@ def _solve(
     watch: Watcher,
 ) -> Solution:
     """Run the optimizer of this family; what it cannot honor is refused, by it or here."""
-    refuse_options(
+    show.refuse_options(
         {name: given[name] for name in given if name not in _OPTIONS[family]}, f"for {family.value}"
     )
     options: dict[str, Any] = {

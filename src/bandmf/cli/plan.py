@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -42,7 +43,8 @@ def plan(
     memory: Annotated[str | None, typer.Option(help="Memory for noise on each device, e.g. 1GB.")] = None,
     devices: Annotated[int, typer.Option(help="Devices that share the noise.")] = 1,
     device: Annotated[
-        str | None, typer.Option(help="cpu or cuda: where the noise will run [default: the larger].")
+        str | None,
+        typer.Option(help="cpu or cuda: where the noise will run.", show_default="the larger"),
     ] = None,
     bands: Annotated[int | None, typer.Option(help="Fix the bands instead of choosing them.")] = None,
     momentum: Annotated[float, typer.Option(help="Optimize for SGD with this momentum.")] = 0.0,
@@ -61,6 +63,8 @@ def plan(
     plot: Annotated[Path | None, typer.Option(help="Draw error against bands (.png, .svg, .pdf).")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
+    if explain and json:
+        raise ValueError("explain, json: give at most one of the two")
     if (max_participations is None) != (separation is None):
         raise ValueError("max-participations, separation: give both or neither")
     participation = None
@@ -137,7 +141,10 @@ def _print(made: Plan) -> None:
             f"The noise needs {made.bands - 1} times the memory of the model's gradients; give --parameters and "
             "--memory for a plan that fits."
         )
-    show.console.print("The accountant confirms epsilon =", f"{made.spent():.6g}; see also --explain.")
+    if made.epsilon == math.inf:
+        show.console.print("There is not enough noise for any guarantee; see also --explain.")
+    else:
+        show.console.print("The accountant confirms epsilon =", f"{made.spent():.6g}; see also --explain.")
 
 
 def _text(name: str, value: object) -> str:

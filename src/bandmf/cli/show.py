@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,22 @@ messages = Console(stderr=True)  # progress never mixes with results
 
 def print_json(result: dict[str, Any]) -> None:
     """One JSON object on standard output."""
-    print(json.dumps(result, indent=2, allow_nan=True))
+    print(json.dumps(_finite(result), indent=2, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    """The same, with null for what JSON has no number for."""
+    if isinstance(value, dict):
+        return {name: _finite(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def refuse_options(given: dict[str, Any], where: str) -> None:
+    """Fail, naming the first option that has no meaning there."""
+    for name, value in given.items():
+        raise ValueError(f"{name}={value!s}: has no meaning {where}; leave --{name} out")
 
 
 def size(count: float) -> str:

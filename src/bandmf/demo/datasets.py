@@ -37,6 +37,8 @@ def load(name: str = "auto", folder: str | Path | None = None, download: bool = 
     if name not in ("auto", "fashion-mnist", "digits"):
         raise ValueError(f"name={name!r}: must be 'auto', 'fashion-mnist' or 'digits'")
     if folder is not None:
+        if name == "digits":
+            raise ValueError("folder: is for Fashion-MNIST; the digits come with scikit-learn")
         return fashion_mnist(Path(folder))
     if name != "digits" and download:
         try:

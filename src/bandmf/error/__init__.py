@@ -32,7 +32,7 @@ from bandmf.streaming import StreamingOperator
 from bandmf.workloads import Workload, workload_for
 
 # The joint-state recursion costs s^2 a step; beyond this size streaming whole rows is cheaper.
-_LARGEST_STATE = 256
+_LARGEST_JOINT_STATE = 256
 
 
 @once_positional("workload")
@@ -53,7 +53,7 @@ def _per_step_error(strategy: Strategy, workload: Workload) -> FloatArray:
     if closed is not None:
         return closed.per_step()
     operator = workload.operator @ strategy.inverse()
-    by_state = operator.matrices is not None and operator.buffers <= _LARGEST_STATE
+    by_state = operator.matrices is not None and operator.buffers <= _LARGEST_JOINT_STATE
     # Wide C with a small state (buffered, tree, banded inverse): the state is far cheaper than the band.
     if workload.inverse_columns is not None and not (by_state and strategy.bands > 4 * operator.buffers):
         product = band_columns.product(strategy.columns(), workload.inverse_columns(0, strategy.steps))

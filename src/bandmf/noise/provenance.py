@@ -11,6 +11,7 @@ from typing import Any
 from bandmf import _check
 from bandmf.noise import normals
 from bandmf.noise.schedule import Schedule
+from bandmf.randomness.chacha import CIPHER_ROUNDS
 from bandmf.randomness.key import Key
 
 Shape = tuple[int, ...]
@@ -29,6 +30,7 @@ class Provenance:
     @staticmethod
     def of(schedule: Schedule, key: Key, cipher_rounds: int, shapes: Mapping[str, Any]) -> Provenance:
         """The provenance of what `schedule` and `key` make for tensors of these shapes."""
+        _check.choice("cipher_rounds", cipher_rounds, CIPHER_ROUNDS)
         bare = Provenance(normals.VERSION, cipher_rounds, schedule.digest, key.fingerprint, ())
         return bare.with_shapes(shapes)
 

@@ -112,10 +112,9 @@ class Schedule:
         if not isinstance(self.recurrence, OutputRecurrence):
             return _check.whole("lookahead", wanted or 1, 1, 1, "1 (only banded C looks ahead)")
         # A pass may run only as far ahead as the ring is long, or it would need vectors that are gone.
-        limit = max(1, min(self.slots, MAX_LOOKAHEAD))
+        limit = max(1, min(self.slots, MAX_LOOKAHEAD, room))
         if wanted is None:
-            best = min(best_lookahead(self.slots + 1, inner), limit, room)
-            return best if best > 1 else 1
+            return min(best_lookahead(self.slots + 1, inner), limit)
         return _check.whole("lookahead", wanted, 1, limit, f"{limit} (bands - 1, at most {MAX_LOOKAHEAD})")
 
     def base(self, i: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bandmf import _check
-from bandmf.participation import Participation, Single
+from bandmf.participation import Participation, Single, checked_participation
 from bandmf.workloads import Workload
 
 
@@ -40,7 +40,7 @@ def disjoint_count(participation: Participation | None, steps: int, bands: int, 
     participation. Columns that are cut off at the end must not be among the worst ones, unless they are
     scaled to the norm of the others.
     """
-    count, separation = (participation or Single()).spacing(steps)
+    count, separation = checked_participation(participation).spacing(steps)
     if count == 1:
         return 1
     if separation < bands:

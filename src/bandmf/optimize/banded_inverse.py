@@ -20,7 +20,7 @@ from bandmf.error import max_error, rmse
 from bandmf.error.toeplitz_response import correlate
 from bandmf.optimize import arguments
 from bandmf.optimize.solution import Clock, Solution, Watcher, descend
-from bandmf.participation import Participation, Single
+from bandmf.participation import Participation, checked_participation
 from bandmf.strategies import BandedInverse, banded_inverse_square_root
 from bandmf.workloads import Workload, workload_for
 
@@ -49,8 +49,9 @@ def banded_inverse(
     clock = Clock()
     steps, bands = arguments.sizes(steps, bands, _MOST_STEPS)
     workload = workload_for(steps, workload)
+    arguments.require_toeplitz(workload, normalized=False)
     largest = _check.choice("objective", objective, ("mean", "max")) == "max"
-    count, separation = (participation or Single()).spacing(steps)
+    count, separation = checked_participation(participation).spacing(steps)
     loss = _Loss(workload, separation, count, largest)
     descent = descend(loss, banded_inverse_square_root(steps, bands).inverse_coefficients[1:], watch=watch)
     strategy = BandedInverse(np.append(1.0, descent.x), steps)
@@ -63,8 +64,7 @@ class _Loss:
     """log(|v|^2 * error) over r_1 ... r_{p-1}, r_0 = 1."""
 
     def __init__(self, workload: Workload, separation: int, count: int, largest: bool) -> None:
-        if workload.coefficients is None:
-            raise ValueError(f"workload={workload.name!r}: must be Toeplitz for a Toeplitz strategy")
+        assert workload.coefficients is not None
         n = workload.steps
         self.lambdas = workload.coefficients(n)
         self.weights = np.ones(n) if largest else 1 - np.arange(n) / n

@@ -28,7 +28,7 @@ from bandmf._deprecated import once_positional
 from bandmf._types import FloatArray
 from bandmf.error import max_error, rmse
 from bandmf.optimize.solution import Clock, Descent, Solution, Watcher, descend
-from bandmf.participation import Participation, Single
+from bandmf.participation import Participation, checked_participation
 from bandmf.strategies import BufferedToeplitz
 from bandmf.workloads import Workload, workload_for
 
@@ -66,7 +66,7 @@ def buffered_toeplitz(
         raise ValueError(
             "workload: a BLT is optimized for prefix sums only; leave it out, or use optimize.banded_inverse"
         )
-    count, separation = (participation or Single()).spacing(steps)
+    count, separation = checked_participation(participation).spacing(steps)
     loss = _Loss(steps, separation, count, goal == "max")
     descent = _best_descent(loss, buffers, watch)
     lam, _, omega, _ = _partial_fractions(descent.x)

@@ -24,7 +24,7 @@ from bandmf.optimize.banded import DEFAULT_GAP
 from bandmf.optimize.horizon import horizon_columns
 from bandmf.optimize.objectives import Objective, Weighted, minimax, parse
 from bandmf.optimize.solution import Clock, Descent, Solution, Watcher, descend
-from bandmf.participation import FixedEpochs, Participation, Single
+from bandmf.participation import FixedEpochs, Participation, Single, checked_participation
 from bandmf.strategies import Dense
 from bandmf.workloads import Workload, workload_for
 
@@ -90,7 +90,7 @@ def _epochs(epochs: int | None, participation: Participation | None, steps: int)
     if epochs is None:
         if not isinstance(participation, (FixedEpochs, Single, type(None))):
             raise _check.fail("participation", participation, "must be Single() or FixedEpochs(k)")
-        epochs = (participation or Single()).spacing(steps).participations
+        epochs = checked_participation(participation).spacing(steps).participations
     elif participation is not None:
         raise _check.fail(
             "epochs", epochs, "is short for participation=FixedEpochs(...)", "give one of the two"

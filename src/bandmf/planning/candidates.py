@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from bandmf import _check
 from bandmf.error import rmse
 from bandmf.optimize import banded_toeplitz, stretch
 from bandmf.planning.request import Request
@@ -32,6 +33,20 @@ class Candidate(NamedTuple):
     noise_multiplier: float
     rmse: float
     memory: float | None
+
+
+def checked_candidate(given: Candidate) -> Candidate:
+    """The candidate, if its entries are what their names say."""
+    try:
+        bands, noise_multiplier, error, memory = given
+    except (TypeError, ValueError):
+        raise _check.fail("candidates", given, "must be (bands, noise_multiplier, rmse, memory)") from None
+    return Candidate(
+        _check.whole("candidate.bands", bands),
+        _check.real("candidate.noise_multiplier", noise_multiplier, 0, open_low=True),
+        _check.real("candidate.rmse", error, 0),
+        None if memory is None else _check.real("candidate.memory", memory, 0),
+    )
 
 
 Progress = Callable[[Candidate], None]
@@ -98,19 +113,15 @@ class Candidates:
         assert isinstance(found.strategy, BandedToeplitz)
         return found.strategy, found.rmse
 
-    def best_strategy(self, bands: int) -> Strategy:
-        """The strategy of the least error, for the bands that are chosen."""
-        request = self.request
-        if bands <= _POLISHED_BANDS:
-            return banded_toeplitz(request.steps, bands, workload=request.workload).strategy
-        return banded_toeplitz(
-            request.steps,
-            bands,
-            workload=request.workload,
-            normalize_columns=normalization(bands),
-            tolerance=1e-9,
-            start=self._strategies[bands].coefficients,
-        ).strategy
+    def polish(self, chosen: Candidate) -> tuple[Candidate, Strategy]:
+        """The chosen candidate again, with the strategy of the very least error for its bands."""
+        request, bands = self.request, chosen.bands
+        options: dict[str, Any] = {"workload": request.workload}
+        if bands > _POLISHED_BANDS:
+            options |= {"normalize_columns": normalization(bands), "tolerance": 1e-9}
+            options["start"] = self._strategies[bands].coefficients
+        strategy = banded_toeplitz(request.steps, bands, **options).strategy
+        return self.evaluate_strategy(strategy), strategy
 
     def _fits(self, bands: int) -> bool:
         return bands <= self.request.bands_in_memory

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
+
+from bandmf.accounting.events import MAX_EPSILON
 
 if TYPE_CHECKING:
     from bandmf.planning.plan import Plan
@@ -21,6 +24,11 @@ def explain(plan: Plan) -> str:
 
 
 def _guarantee(plan: Plan) -> str:
+    if plan.epsilon == math.inf:
+        return (
+            f"No guarantee. For noise multiplier {plan.noise_multiplier:g} the accountant finds no epsilon below "
+            f"{MAX_EPSILON:g} at delta={plan.delta:g}: there is not enough noise to protect anyone."
+        )
     return (
         f"Guarantee. The {plan.steps} noisy gradient sums, and everything computed from them, are "
         f"(epsilon={plan.epsilon:g}, delta={plan.delta:g})-differentially private when "
@@ -39,7 +47,7 @@ def _sampling(plan: Plan) -> str:
     if plan.bands == 1:
         turns = f"At every step each of the {plan.examples} examples"
     else:
-        how = "each on its own, by its identity and the secret key"
+        how = "as if each were assigned on its own, by the secret key"
         if plan.adjacency != "add-remove":
             how = "evenly"
         turns = (

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from bandmf import _check, accounting
-from bandmf.accounting.events import Event, cyclic_poisson, one_release, sampling_probability
+from bandmf.accounting.events import MAX_EPSILON, Event, one_release, sampling_probability
 from bandmf.error import rmse
-from bandmf.noise.schedule import BYTES_PER_NUMBER, DEVICES, vectors_held
+from bandmf.noise.schedule import vectors_held
 from bandmf.participation import Participation
 from bandmf.planning import plan_file
-from bandmf.planning.candidates import Candidate
+from bandmf.planning.candidates import Candidate, checked_candidate
 from bandmf.planning.explain import explain
-from bandmf.planning.request import vector_limit
+from bandmf.planning.setup import Setup
+from bandmf.sampling import cycle_length
 from bandmf.sensitivities import sensitivity
-from bandmf.strategies import Strategy
+from bandmf.strategies import Identity, Strategy
 from bandmf.workloads import Workload
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Plan:
+class Plan(Setup):
     """How to train with privacy; made by `bandmf.plan`, saved as JSON, never changed.
 
     Guarantees: with the sampling named here, clipping to `clip_norm`, and noise C^-1 z with standard
@@ -34,35 +35,29 @@ class Plan:
 
     strategy: Strategy
     noise_multiplier: float
-    epsilon: float
-    delta: float
-    batch_size: float
-    examples: int | None
-    adjacency: str
-    workload: Workload
-    participation: Participation | None = None  # None: cyclic Poisson sampling, with amplification
-    max_batch_size: int | None = None
-    parameters: int | None = None
-    memory_limit: float | None = None  # bytes on each device
-    devices: int = 1
-    device: str | None = None
+    epsilon: float  # infinite for noise that guarantees nothing
     candidates: tuple[Candidate, ...] = ()
     best_without_memory_limit: Candidate | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not isinstance(self.strategy, Strategy):
             raise _check.fail(
                 "strategy", self.strategy, "must come from bandmf.strategies or bandmf.optimize"
             )
-        self.workload.require_steps(self.steps)
-        _check.real("noise_multiplier", self.noise_multiplier, 0, open_low=True)
-        _check.real("batch_size", self.batch_size, 0, self.examples or math.inf, open_low=True)
-        _check.choice("device", self.device, (None, *DEVICES))
-        if self.amplified:
-            most = int(_check.whole("examples", self.examples) / self.batch_size)
-            _check.whole("strategy.bands", self.bands, 1, max(1, most), f"examples / batch_size = {most}")
-        elif self.max_batch_size is not None:
-            raise _check.fail("max_batch_size", self.max_batch_size, "has no meaning without sampling")
+        self.workload.require_steps(self.strategy.steps)
+        self.check_bands("strategy.bands", self.bands)
+        self._keep(
+            "noise_multiplier", _check.real("noise_multiplier", self.noise_multiplier, 0, open_low=True)
+        )
+        if self.epsilon != math.inf:
+            self._keep("epsilon", _check.real("epsilon", self.epsilon, 0, MAX_EPSILON))
+        limit = self.best_without_memory_limit
+        self._keep("candidates", tuple(checked_candidate(candidate) for candidate in self.candidates))
+        self._keep("best_without_memory_limit", None if limit is None else checked_candidate(limit))
+        vectors_held(
+            self.strategy, self.device, self.max_vectors
+        )  # refuses what the memory limit does not hold
         self.confirm()
 
     def confirm(self) -> None:
@@ -79,11 +74,6 @@ class Plan:
             )
 
     @property
-    def steps(self) -> int:
-        """Training steps: those of the strategy."""
-        return self.strategy.steps
-
-    @property
     def bands(self) -> int:
         """Non-zero diagonals of the strategy: after so many steps noise is independent again."""
         return self.strategy.bands
@@ -92,11 +82,6 @@ class Plan:
     def error(self) -> float:
         """Sensitivity times root mean squared error of the strategy, without the noise multiplier."""
         return rmse(self.strategy, workload=self.workload, participation=self.participation)
-
-    @property
-    def amplified(self) -> bool:
-        """Whether the random sampling of batches counts towards privacy."""
-        return self.participation is None
 
     @property
     def sampling_probability(self) -> float:
@@ -111,20 +96,19 @@ class Plan:
         """How often the part of any one example has its turn: ceil(steps / bands)."""
         return -(-self.steps // self.bands) if self.amplified else 1
 
-    @cached_property
+    @property
     def events(self) -> tuple[Event, ...]:
         """What the accountant is told; where there are several, the worst one counts."""
-        if not self.amplified:
-            return (one_release(self.adjacency),)
-        assert self.examples is not None
-        return cyclic_poisson(
-            self.steps, self.bands, self.batch_size, self.examples, self.adjacency, self.max_batch_size
-        )
+        return self.events_for(self.bands)
 
     @property
     def epochs(self) -> float | None:
         """Expected participations of an example."""
-        return None if self.examples is None else self.steps * self.batch_size / self.examples
+        if self.examples is None:
+            return None
+        if self.participation is None:
+            return self.steps * self.batch_size / self.examples
+        return self.steps / cycle_length(self.participation, self.steps, self.examples, self.batch_size)
 
     @cached_property
     def sensitivity(self) -> float:
@@ -148,9 +132,16 @@ class Plan:
 
     @property
     def dp_sgd_ratio(self) -> float | None:
-        """DP-SGD's error at the same budget and batch size, over the plan's; None where it was not evaluated."""
-        dp_sgd = self._dp_sgd
-        return None if dp_sgd is None else dp_sgd.rmse / self.rmse
+        """DP-SGD's error at the same budget and batch size, over the plan's; None without sampling or a budget."""
+        return None if self._dp_sgd is None else self._dp_sgd / self.rmse
+
+    @cached_property
+    def _dp_sgd(self) -> float | None:
+        """DP-SGD's error."""
+        if not self.amplified or self.epsilon == math.inf:
+            return None
+        sigma = max(accounting.calibrated(event, self.epsilon, self.delta) for event in self.events_for(1))
+        return sigma * rmse(Identity(self.steps), workload=self.workload)
 
     @property
     def full_batch_ratio(self) -> float | None:
@@ -158,31 +149,16 @@ class Plan:
 
         Every step then has all examples: as many Gaussian releases as steps, with noise divided by all of them.
         """
-        dp_sgd = self._dp_sgd
-        if dp_sgd is None or self.examples is None or not math.isfinite(self.epsilon):
+        if not self.amplified or self.examples is None or self.epsilon == math.inf:
             return None
         sigma = accounting.calibrated(one_release(self.adjacency), self.epsilon, self.delta)
-        error = dp_sgd.rmse / dp_sgd.noise_multiplier  # of independent noise
+        error = rmse(Identity(self.steps), workload=self.workload)
         return math.sqrt(self.steps) * sigma * error / self.examples / self.mean_rmse
-
-    @property
-    def _dp_sgd(self) -> Candidate | None:
-        if not self.amplified:
-            return None
-        return next((candidate for candidate in self.candidates if candidate.bands == 1), None)
-
-    @property
-    def max_vectors(self) -> int | None:
-        """How many vectors of the model's size the noise engine may keep under the memory limit."""
-        return vector_limit(self.memory_limit, self.parameters, self.devices)
 
     @cached_property
     def memory(self) -> float | None:
         """Bytes of noise that the engine will hold on each device: history and look-ahead, in float32."""
-        if self.parameters is None:
-            return None
-        held = vectors_held(self.strategy, self.device, self.max_vectors)
-        return BYTES_PER_NUMBER * held * self.parameters / self.devices
+        return self.noise_memory(self.strategy)
 
     @property
     def rule_of_thumb(self) -> float | None:
@@ -193,6 +169,10 @@ class Plan:
     def digest(self) -> str:
         """SHA-256 of all that defines the plan: equal for equal plans, on any machine."""
         return plan_file.digest(plan_file.to_dict(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Through the constructor, so that a copy is checked like a new plan."""
+        return _copy, ({part.name: getattr(self, part.name) for part in fields(self)},)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self.digest == other.digest
@@ -205,7 +185,7 @@ class Plan:
         return max(accounting.spent(event, self.noise_multiplier, self.delta) for event in self.events)
 
     def spent_after(self, steps: int) -> float:
-        """The epsilon of the first so many steps; without amplification one release covers them all."""
+        """The epsilon of the first `steps` steps; without amplification one release covers them all."""
         steps = _check.whole("steps", steps, 0, self.steps, f"the plan's steps={self.steps}")
         if steps == 0:
             return 0.0
@@ -216,6 +196,8 @@ class Plan:
 
     def epsilon_for(self, participation: Participation) -> float:
         """What an unamplified run has spent, after the fact, when users took part as given here."""
+        if participation is None:
+            raise ValueError("participation=None: say how users took part, for instance MinSeparation(4, 50)")
         if self.amplified:
             raise ValueError(
                 "participation: this plan relies on cyclic Poisson sampling; make one with participation= "
@@ -248,3 +230,8 @@ class Plan:
             "digest"
         )
         return {name: getattr(self, name) for name in names.split()} | {"workload": self.workload.name}
+
+
+def _copy(contents: dict[str, Any]) -> Plan:
+    """A plan with these fields, for pickle and deepcopy."""
+    return Plan(**contents)

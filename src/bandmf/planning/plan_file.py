@@ -27,6 +27,8 @@ _PLAIN = (
     *("parameters", "memory_limit", "devices", "device"),
 )
 
+_PARTS = ("schema", "participation", "workload", "candidates", "best_without_memory_limit", "strategy")
+
 
 def to_dict(plan: Plan) -> dict[str, Any]:
     """All that defines a plan, as plain JSON values; what can be derived is not in it."""
@@ -67,6 +69,8 @@ def load(path: Path, workload: Workload | None, make: type[Plan]) -> Plan:
         raise ValueError(f"path={str(path)!r}: plan schema {found} is unknown; this version reads {SCHEMA}")
     if contents.pop("digest", None) != digest(contents):
         raise ValueError(f"path={str(path)!r}: its digest does not match; it was changed after it was saved")
+    if unknown := contents.keys() - {*_PLAIN, *_PARTS}:
+        raise ValueError(f"path={str(path)!r}: has unknown entries {sorted(unknown)}")
     strategy = _strategy_from(contents["strategy"], path)
     best = contents["best_without_memory_limit"]
     try:

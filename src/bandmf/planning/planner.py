@@ -70,23 +70,29 @@ def plan(
     if request.strategy is not None:
         return _build(request, candidates, candidates.evaluate_strategy(request.strategy), request.strategy)
     if request.participation is not None:
-        chosen = _unamplified_strategy(request, request.participation)
-        return _build(request, candidates, candidates.evaluate_strategy(chosen), chosen)
+        return _unamplified(request, candidates, request.participation)
     if request.bands is not None:
         if request.epsilon is not None:
             candidates.evaluate(1)  # DP-SGD, for comparison
         best = candidates.evaluate(request.bands)
-        return _build(request, candidates, best, candidates.best_strategy(best.bands))
+        return _build(request, candidates, *candidates.polish(best))
     best, without_limit = candidates.best(), None
     if best.bands > request.bands_in_memory:
         best, without_limit = candidates.best_in_memory(), best
-    return _build(request, candidates, best, candidates.best_strategy(best.bands), without_limit)
+    return _build(request, candidates, *candidates.polish(best), without_limit)
 
 
-def _unamplified_strategy(request: Request, participation: Participation) -> Strategy:
+def _unamplified(request: Request, candidates: Candidates, participation: Participation) -> Plan:
     """As many bands as an example stays away, unless fixed: then no two of its participations interact."""
-    bands = participation.spacing(request.steps).separation if request.bands is None else request.bands
-    bands = min(bands, request.bands_in_memory)
+    wanted = participation.spacing(request.steps).separation if request.bands is None else request.bands
+    without_limit = None
+    if wanted > request.bands_in_memory:
+        without_limit = candidates.evaluate_strategy(_toeplitz(request, wanted))
+    strategy = _toeplitz(request, min(wanted, request.bands_in_memory))
+    return _build(request, candidates, candidates.evaluate_strategy(strategy), strategy, without_limit)
+
+
+def _toeplitz(request: Request, bands: int) -> Strategy:
     mode = normalization(bands)
     return banded_toeplitz(request.steps, bands, workload=request.workload, normalize_columns=mode).strategy
 
@@ -102,7 +108,7 @@ def _build(
     sigma, epsilon = chosen.noise_multiplier, request.epsilon
     if epsilon is None:
         epsilon = max(
-            accounting.spent(event, sigma, request.delta) for event in request.events(strategy.bands)
+            accounting.spent(event, sigma, request.delta) for event in request.events_for(strategy.bands)
         )
     return Plan(
         strategy=strategy,

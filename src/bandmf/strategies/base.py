@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from scipy import sparse
@@ -48,6 +49,10 @@ class Strategy(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(steps={self.steps}, bands={self.bands})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Through the constructor, whose arrays are read-only: a copy must not be writeable."""
+        return type(self), tuple(getattr(self, part.name) for part in fields(self))  # type: ignore[arg-type]
 
     @property
     @abstractmethod

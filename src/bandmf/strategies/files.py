@@ -37,27 +37,30 @@ def save(strategy: Strategy, path: str | Path) -> Path:
 
 
 def to_arrays(strategy: Strategy) -> dict[str, np.ndarray]:
-    """All that defines a strategy, as named arrays: the one form in which strategies are stored."""
-    if isinstance(strategy, Identity):
+    """All that defines a strategy, as named arrays: the one form in which strategies are stored.
+
+    Of these very families: a subclass may mean another matrix by the same arrays.
+    """
+    if type(strategy) is Identity:
         return {"identity": np.array(strategy.steps)}
-    if isinstance(strategy, BandedToeplitz):
+    if type(strategy) is BandedToeplitz:
         flags = np.array([strategy.steps, strategy.normalize_columns])
         return {"toeplitz": strategy.coefficients, "flags": flags}
-    if isinstance(strategy, Dense):
+    if type(strategy) is Dense:
         return {"dense": strategy.matrix}
-    if isinstance(strategy, Banded):
+    if type(strategy) is Banded:
         return {"banded": strategy.compact}
-    if isinstance(strategy, BufferedToeplitz):
+    if type(strategy) is BufferedToeplitz:
         return {
             "scales": strategy.scales,
             "decays": strategy.decays,
             "buffered": np.array(strategy.steps),
         }
-    if isinstance(strategy, BandedInverse):
+    if type(strategy) is BandedInverse:
         return {"inverse": strategy.inverse_coefficients, "steps": np.array(strategy.steps)}
-    if isinstance(strategy, OnlineTree):
+    if type(strategy) is OnlineTree:
         return {"tree": np.array(strategy.steps)}
-    if isinstance(strategy, Stamped):
+    if type(strategy) is Stamped:
         epoch = {f"epoch.{name}": value for name, value in to_arrays(strategy.epoch).items()}
         return {"epochs": np.array(strategy.epochs), **epoch}
     raise ValueError(f"strategy={strategy!r}: this family cannot be saved")

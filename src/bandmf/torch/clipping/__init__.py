@@ -32,6 +32,12 @@ def make_clipping(
         raise _check.fail(
             "per_layer", per_layer, "is not in Opacus's ghost clipping", "use clipping='hooks' or 'functorch'"
         )
+    if loss_reduction == "sum" and mode == "ghost":
+        raise _check.fail(
+            "loss_reduction",
+            loss_reduction,
+            "has no meaning with clipping='ghost', which has one loss per example",
+        )
     refuse_wrong_norms(mode, model)
     if mode == "ghost":
         return Ghost(model, parameters, clip_norm, world)

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from bandmf import _check
 from bandmf.torch.training.step import Piece, Stepper
 
+_FOR_STREAMS = ("collate_fn",)
 _TAKEN = ("collate_fn", "num_workers", "pin_memory", "worker_init_fn", "multiprocessing_context")
 
 
@@ -75,6 +76,10 @@ class Loader:
 
     def _from_stream(self, begin: int, end: int) -> Iterator[Any]:
         """One pass over the stream collects the examples of one turn of all parts, and ends when it has them."""
+        if unused := {name for name, value in self._options.items() if value and name not in _FOR_STREAMS}:
+            raise _check.fail(
+                "loader_options", sorted(unused), "have no meaning for a stream, but collate_fn has"
+            )
         collate = self._options.get("collate_fn") or default_collate
         window = self._stepper.plan.bands
         for first in range(begin, end, window):

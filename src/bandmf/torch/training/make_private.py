@@ -80,6 +80,7 @@ def make_private(
     clip_norm = _check.real("clip_norm", clip_norm, 0, open_low=True)
     parameters = _protected(model, optimizer)
     ranks = Ranks(parameters.values())
+    _check_memory(plan, parameters, ranks)
     folder = None if run_folder is None else Path(run_folder)
     found: list[Key] = []
     ranks.on_first(lambda: found.append(_key(key, folder)))
@@ -87,6 +88,10 @@ def make_private(
     ranks.start_equal(model)
     data, options = from_loader(dataset)
     batches = sampler(plan, key, len(data) if hasattr(data, "__len__") else None)
+    if batches.events != plan.events:
+        raise ValueError(
+            "plan: its events are not those of its batches; make a new plan with bandmf.plan(...)"
+        )
     world = ranks.world if ranks.sharded else None
     clip = make_clipping(clipping, model, parameters, clip_norm, per_layer, loss_reduction, world)
     stepper = Stepper(plan, key, batches, parameters, clip_norm, clip, ranks)
@@ -145,8 +150,8 @@ class Private:
         return self.stepper.ledger
 
     def spent(self) -> float:
-        """The epsilon of the steps taken so far, at the plan's delta."""
-        return self.plan.spent_after(self.steps_taken)
+        """The epsilon of all steps that the run has released, in this process or before, at the plan's delta."""
+        return self.plan.spent_after(self.stepper.steps_released)
 
     def backward(self, losses: Tensor) -> None:
         """The backward pass for one loss per example; ghost clipping without `criterion` needs it."""
@@ -212,6 +217,19 @@ def _protected(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     return named
 
 
+def _check_memory(plan: Plan, parameters: dict[str, nn.Parameter], ranks: Ranks) -> None:
+    """What the plan says of the noise's memory must be true of this model and these ranks."""
+    count = sum(parameter.numel() for parameter in parameters.values())
+    if plan.parameters is not None and plan.parameters != count:
+        raise _check.fail("plan.parameters", plan.parameters, f"the model has {count} trainable parameters")
+    if plan.memory_limit is not None and plan.devices > ranks.world:
+        raise _check.fail(
+            "plan.devices",
+            plan.devices,
+            f"the noise is shared by {ranks.world} ranks, so it needs more memory",
+        )
+
+
 def _key(key: Key | None, folder: Path | None) -> Key:
     """The key of the run: the one in its folder, the one given, or a fresh one, which is kept."""
     if folder is None:
@@ -233,7 +251,8 @@ def _key(key: Key | None, folder: Path | None) -> Key:
 
 
 def _open_ledger(stepper: Stepper, folder: Path | None, key: Key, provenance: dict[str, Any]) -> None:
-    def open_it() -> None:
+    def open_it() -> int:
         stepper.ledger = Ledger(None if folder is None else folder / "ledger.jsonl", key, provenance)
+        return stepper.ledger.steps_released
 
-    stepper.ranks.on_first(open_it)
+    stepper.steps_released = stepper.ranks.on_first(open_it)

@@ -60,6 +60,7 @@ class Stepper:
         self.noise = self.engine.init(parameters)
         self.sums = Sums(parameters, key.derive("sums").secret)
         self.ledger: Ledger | None = None  # on rank 0
+        self.steps_released = 0  # by this run, in whatever process: what was spent
         self.stepped = False  # whether the last call of `consume` completed a step
         self._piece: Piece | None = None
         self._partial = False  # some batches of a step are added up, more are to come
@@ -140,6 +141,7 @@ class Stepper:
             )
         total = b"".join(digest for _, digest in found)
         self.ranks.on_first(lambda: self.recorded.release(piece.step, piece.batch.tobytes(), total))
+        self.steps_released = max(self.steps_released, piece.step + 1)
 
 
 def _like(parameter: Tensor, mean: Tensor) -> Tensor:
