@@ -243,7 +243,7 @@ def momentum_optimum(bands, momentum):
 def test_at_the_optimum_the_proof_is_tight():
     solution = banded(256, 16, gap=1e-5)
     assert solution.optimality_gap <= 1e-5
-    assert solution.message.startswith("proved within")
+    assert "proved within" in solution.message
 
 
 def bound_violations(diagonal):
@@ -272,13 +272,12 @@ def changed(change, original, *arguments):
     [lambda S: S * 1.001, lambda S: np.roll(S, 1, axis=0), lambda S: S * (np.arange(S.shape[1]) < 1)],
     ids=["scale", "shift", "band"],
 )
-def test_a_planted_error_in_the_selected_inversion_is_caught_by_the_self_test(monkeypatch, change):
+def test_a_planted_error_in_the_covariance_is_caught_by_the_self_test(monkeypatch, change):
     columns = near(solve(64, 4).strategy.columns(), np.random.default_rng(0), noise=0.05, shrink=0.05)
     assert gap_of(columns, workloads.prefix(64))[0] > 0
-    planted = partial(changed, change, certificates._selected_inverse)
-    monkeypatch.setattr(certificates, "_selected_inverse", planted)
-    with pytest.raises(ArithmeticError, match="self-test"):
-        gap_of(columns, workloads.prefix(64))
+    planted = partial(changed, change, certificates._band_of_covariance)
+    monkeypatch.setattr(certificates, "_band_of_covariance", planted)
+    assert gap_of(columns, workloads.prefix(64))[0] == np.inf  # nothing is proved
 
 
 # --- families -----------------------------------------------------------------------------------------

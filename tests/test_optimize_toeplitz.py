@@ -15,7 +15,7 @@ from bandmf import error, workloads
 from bandmf.error.toeplitz import ToeplitzError
 from bandmf.error.toeplitz_response import correlate, divide_series, inverse_series
 from bandmf.optimize import banded_toeplitz, inverse_plus_constant, stretch
-from bandmf.optimize.solution import descend
+from bandmf.optimize.descent import descend
 from bandmf.strategies import BandedToeplitz
 from oracles import (
     errors,

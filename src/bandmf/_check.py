@@ -66,6 +66,17 @@ def choice(name: str, value: Any, options: Sequence[object]) -> Any:
     raise fail(name, value, f"must be one of {listed}" if len(options) > 1 else f"must be {listed}")
 
 
+def moderate(name: str, entries: FloatArray) -> FloatArray:
+    """The entries, if their squares neither vanish nor overflow; along the last axis, only ratios matter."""
+    largest = np.abs(entries).max(axis=-1)
+    if not np.all((largest > 1e-100) & (largest < 1e100)):
+        worst = float(largest.flat[int(np.argmax(np.abs(np.log10(np.maximum(largest, 1e-300)))))])
+        raise fail(
+            f"largest of {name}", worst, "must lie between 1e-100 and 1e100", "scale it: only ratios matter"
+        )
+    return entries
+
+
 def array(name: str, value: Any, dimensions: int) -> FloatArray:
     """`value` as a fresh, read-only, finite float64 array with so many dimensions."""
     try:

@@ -143,6 +143,8 @@ def _min_separation(strategy: Strategy, participation: MinSeparation) -> Sensiti
         if count == 2 or 2 * separation >= bands:
             return Sensitivity(_chain(lags, separation, count), True, "neighbors interact (chain)")
         bounds.append((_column_scores(lags, separation, count), "sum of column bounds"))
+        if n * bands * count <= _MOST_OPERATIONS >> 8:
+            bounds.append((_row_scores(lags, separation, count), "sum of row bounds"))
     value, method = min(bounds)
     return Sensitivity(value, False, method)
 
@@ -219,3 +221,29 @@ def _column_scores(lags: FloatArray, separation: int, count: int) -> float:
     places = np.arange(separation, lags.shape[1], separation)[: count - 1]
     scores = lags[:, 0] + 2 * largest_from[:, places].sum(axis=1)
     return math.sqrt(_best_separated_sum(scores, separation, count))
+
+
+def _row_scores(lags: FloatArray, separation: int, count: int) -> float:
+    """Another upper bound: column j is charged sum_i |X_ij| over the worst pattern that holds j.
+
+    That pattern is the best choice of participations before j together with the best one after it.
+    """
+    n, bands = lags.shape
+    after = np.zeros_like(lags)  # |X[j, j + l]|: the same numbers seen from the earlier step
+    for lag in range(bands):
+        after[: n - lag, lag] = lags[lag:, lag]
+    scores = lags[:, 0] + sum(_best_lags(side, separation, count - 1) for side in (lags, after))
+    return math.sqrt(_best_separated_sum(scores, separation, count))
+
+
+def _best_lags(lags: FloatArray, separation: int, count: int) -> FloatArray:
+    """For each row, the largest sum of at most `count` entries, at lags >= separation that far apart."""
+    n, bands = lags.shape
+    best = np.zeros(
+        (n, bands + separation)
+    )  # best[:, l]: from lags >= l, with the participations used so far
+    for _ in range(min(count, (bands - 1) // separation)):
+        take = np.zeros_like(best)
+        take[:, :bands] = lags + best[:, separation:]
+        best = np.maximum.accumulate(take[:, ::-1], axis=1)[:, ::-1]
+    return best[:, separation]

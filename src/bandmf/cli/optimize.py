@@ -14,7 +14,8 @@ from bandmf import plots, strategies, workloads
 from bandmf._types import FloatArray
 from bandmf.cli import show
 from bandmf.error import max_error, per_step_error, rmse
-from bandmf.optimize.solution import Solution, Watcher
+from bandmf.optimize.descent import Watcher
+from bandmf.optimize.solution import Solution
 from bandmf.participation import FixedEpochs, Participation
 from bandmf.workloads import Workload
 

@@ -7,7 +7,8 @@ With B = A C^-1, step i has squared error |row i of B|^2 (for unit noise; sensit
     max_error           sensitivity * sqrt(largest of them)
 
 Three exact ways, cheapest first: the closed form of the strategy's family (Toeplitz: its response, any n),
-the banded covariance recursion (O(n b^2)), the covariance of the joint state of C^-1 and A (O(n s^2)).
+the banded covariance recursion (O(n b^2), where it is well conditioned), the covariance of the joint state of
+C^-1 and A (O(n s^2)).
 `per_step_error_by_rows` is the paper's own streaming algorithm, O(n^2 b): the reference, and the fall-back
 where there is no state space.
 """
@@ -33,6 +34,7 @@ from bandmf.workloads import Workload, workload_for
 
 # The joint-state recursion costs s^2 a step; beyond this size streaming whole rows is cheaper.
 _LARGEST_JOINT_STATE = 256
+WORST_CONDITION = 2500  # of the banded recursion, for errors good to 1e-9; beyond it the state is asked
 
 
 @once_positional("workload")
@@ -57,7 +59,9 @@ def _per_step_error(strategy: Strategy, workload: Workload) -> FloatArray:
     # Wide C with a small state (buffered, tree, banded inverse): the state is far cheaper than the band.
     if workload.inverse_columns is not None and not (by_state and strategy.bands > 4 * operator.buffers):
         product = band_columns.product(strategy.columns(), workload.inverse_columns(0, strategy.steps))
-        return BandCovariance(product).errors
+        by_band = BandCovariance(product)
+        if by_band.condition <= WORST_CONDITION:
+            return by_band.errors
     if by_state:
         return _per_step_error_by_state(operator, strategy.steps)
     return per_step_error_by_rows(strategy.inverse(), workload.operator, strategy.steps)

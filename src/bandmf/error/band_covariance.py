@@ -42,8 +42,9 @@ class BandCovariance:
         self.steps, self.width = columns.shape
         self.known = 0 if start is None else len(start)
         size = self.known or max(self.width - 1, _SMALLEST_BLOCK)
-        blocks = to_blocks(columns, size)
+        blocks = to_blocks(columns, size)  # kept for `condition`
         self.X = lower_inverse(blocks[:, :size])
+        self._inputs = blocks
         self.T = self.X[1:] @ blocks[:-1, size:]
         self.P = self.X @ self.X.swapaxes(1, 2)
         if start is not None:
@@ -52,6 +53,17 @@ class BandCovariance:
             T = self.T[i - 1]
             self.P[i] += T @ self.P[i - 1] @ T.T
         self.errors = np.diagonal(self.P, axis1=1, axis2=2).reshape(-1)[self.known : self.steps]
+
+    @property
+    def condition(self) -> float:
+        """How much rounding is amplified: the errors are good to about 1e-16 times its square.
+
+        A learning rate that falls and rises again hides what the noise was in differences of nearly equal outputs.
+        """
+        size, reach = self.X.shape[1], np.abs(self.X)
+        sizes = np.abs(self._inputs).sum(axis=2)
+        within = (reach @ sizes[:, :size, None]).max()
+        return float(max(within, (reach[1:] @ sizes[:-1, size:, None]).max(initial=0.0)))
 
     def gradient(self, weights: FloatArray) -> tuple[FloatArray, FloatArray]:
         """d(weights . errors): with respect to the columns, and to `start`."""

@@ -1,6 +1,7 @@
 """Closed forms: which strategies have errors that need no recursion over all steps, on which workloads.
 
     banded Toeplitz, square roots    the response of a Toeplitz workload                 (toeplitz.py)
+      on running sums, n large       sums over all of the response                       (toeplitz_settled.py)
     BLT                              sums over a time-invariant A C^-1                    (bandmf.streaming)
     banded inverse                   w = r * lambda, as long as r
     tree aggregation, online         the binary digits of the length of a running sum
@@ -20,10 +21,12 @@ from scipy.signal import fftconvolve
 from bandmf._types import FloatArray
 from bandmf.error.toeplitz import ToeplitzError
 from bandmf.error.toeplitz_response import Response
+from bandmf.error.toeplitz_settled import SMALLEST, SettledError
 from bandmf.strategies import BandedInverse, BandedToeplitz, BufferedToeplitz, OnlineTree, Stamped, Strategy
 from bandmf.streaming import Matrices, compose, impulse_response, mean_running_norm, squared_norm, state_space
 from bandmf.workloads import Workload, prefix
 
+_SETTLED_BANDS = 4096  # beyond, matrices of bands x bands cost more than following the response
 _LARGEST_STATE = 64  # a Toeplitz workload with more coefficients than this is better treated by its response
 
 
@@ -53,9 +56,18 @@ def closed_form(strategy: Strategy, workload: Workload) -> ClosedForm | None:
     if isinstance(strategy, BandedToeplitz) and strategy.normalize_columns:
         if workload.inverse_columns is None:
             return None
-        return ToeplitzError(strategy.coefficients, workload, normalize=True)
+        return toeplitz_error(strategy.coefficients, workload, normalize=True)
     theta = strategy.toeplitz()
-    return None if theta is None else ToeplitzError(theta, workload, normalize=False)
+    return None if theta is None else toeplitz_error(theta, workload, normalize=False)
+
+
+def toeplitz_error(theta: FloatArray, workload: Workload, normalize: bool) -> ToeplitzError | SettledError:
+    """The errors of a banded Toeplitz strategy: at very many steps those of a response that has settled."""
+    if workload.is_prefix and workload.steps >= SMALLEST and len(theta) <= _SETTLED_BANDS:
+        settled = SettledError(theta, workload, normalize)
+        if settled.applies:
+            return settled
+    return ToeplitzError(theta, workload, normalize)
 
 
 def _time_invariant(workload: Workload) -> Matrices | None:

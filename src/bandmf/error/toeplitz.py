@@ -75,6 +75,10 @@ class ToeplitzError:
         used = self.response.head[: self.head_steps]
         return float(np.sum(used**2)) + (self.head_steps - len(used)) * self.response.limit**2
 
+    def last(self) -> float:
+        """The squared error of the last step."""
+        return float(self.tail[-1]) if len(self.tail) else self.last_of_head()
+
     def mean(self) -> float:
         """The mean squared error over all steps."""
         weights, beyond = mean_weights(self)

@@ -8,6 +8,7 @@ have closed forms: errors are exact for n = 10^12 at the cost of m terms.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,7 @@ from bandmf.workloads import Workload
 # w has settled when a full window of b terms is this close to x. The rest
 # then adds less than 1e-10 relatively, since more terms follow than it took to settle.
 _SETTLED = 1e-10
+_MOST_TERMS = 2**27
 _PIECE = 8192  # below the length from which BLAS starts threads for a dot product
 _FFT_PAYS = 256  # bands from which power-series division by FFT beats the direct recursion
 
@@ -54,6 +56,10 @@ class Response:
         m = len(self.head)
         if self.tail_steps == 0:
             return m
+        if not math.isfinite(self.limit):  # the coefficients add up to zero: it grows to the end
+            return self.steps
+        if m < 2 * bands:
+            return 4 * m
         target = _SETTLED * max(abs(self.limit), float(np.abs(self.head).max()) * 1e-3)
         now = float(np.abs(self.head[-bands:] - self.limit).max())
         if now <= target:
@@ -77,7 +83,7 @@ def response(theta: FloatArray, workload: Workload, terms: int) -> Response:
     with np.errstate(over="ignore", invalid="ignore"):  # unstable coefficients: the caller sees inf
         inverse = inverse_series(theta, terms) if _fft_pays(theta, terms) else None
         head = divide_series(workload.coefficients(terms), theta, inverse)
-        limit = (workload.limit or 0.0) / theta.sum()
+        limit = (workload.limit or 0.0) / theta.sum() if terms < workload.steps else 0.0
     return Response(head, float(limit), workload.steps, inverse)
 
 
@@ -89,7 +95,7 @@ def settled_response(theta: FloatArray, workload: Workload, terms: int | None = 
         needed = result.terms_to_settle(len(theta))
         if needed <= terms:
             return result
-        if terms > 2**26:
+        if needed > _MOST_TERMS:
             raise ValueError(
                 f"steps={workload.steps}: the response of these coefficients has not settled after {terms} "
                 "terms (they are at the edge of stability), so its error at so many steps is out of reach"

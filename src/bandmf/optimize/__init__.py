@@ -4,6 +4,7 @@ from bandmf.optimize.banded import banded, parameterized
 from bandmf.optimize.banded_inverse import banded_inverse
 from bandmf.optimize.buffered import buffered_toeplitz
 from bandmf.optimize.dense import dense
+from bandmf.optimize.descent import Outcome
 from bandmf.optimize.federated import averaged_banded_toeplitz, robust_banded_toeplitz
 from bandmf.optimize.horizon import horizon
 from bandmf.optimize.one_parameter import inverse_plus_constant, lti
@@ -11,6 +12,7 @@ from bandmf.optimize.solution import Solution
 from bandmf.optimize.toeplitz import banded_toeplitz, stretch
 
 __all__ = [
+    "Outcome",
     "Solution",
     "averaged_banded_toeplitz",
     "banded",

@@ -15,13 +15,14 @@ import numpy as np
 from bandmf import _check, band_columns, workloads
 from bandmf._deprecated import once_positional
 from bandmf._types import FloatArray
-from bandmf.error import per_step_error
+from bandmf.error import WORST_CONDITION, per_step_error
 from bandmf.error.band_covariance import BandCovariance
 from bandmf.optimize import arguments
 from bandmf.optimize.certificate import lower_bound, optimality_gap
+from bandmf.optimize.descent import Descent, Outcome, Watcher, descend
 from bandmf.optimize.horizon import horizon_columns
 from bandmf.optimize.objectives import Objective, Weighted, minimax, parse
-from bandmf.optimize.solution import Clock, Descent, Solution, Watcher, descend
+from bandmf.optimize.solution import Clock, Solution
 from bandmf.participation import Participation
 from bandmf.strategies import Banded, BandedToeplitz
 from bandmf.strategies.square_root import square_root_coefficients
@@ -81,7 +82,8 @@ def banded(
     arguments.require_single(participation, _SEVERAL)
     search = _Search(lambda x: x, lambda x, slope: slope, workload, parse(objective, steps), watch)
     start = _best_start(steps, bands, workload, search.loss)
-    return search.run(start, gap, max_iterations)
+    _require_condition(start, search.loss, workload)
+    return search.run(start, DEFAULT_GAP[search.goal.name] if gap is None else gap, max_iterations)
 
 
 @once_positional("workload", "objective")
@@ -101,8 +103,8 @@ def parameterized(
 
     `entries(parameters)` returns the band, shape (steps, bands), entry [j, r] = C[j + r, j], of any column
     norms (they are normalized) and zero past the end; `pullback(parameters, slope)` the gradient with
-    respect to the parameters from that with respect to the band. The gap is to the best of *all* strategies
-    with as many bands, so it shows what the family gives away.
+    respect to the parameters from that with respect to the band. The proved gap is to the best of *all* strategies
+    with as many bands, so it shows what the family gives away; it ends the search only where `gap` is given.
 
     >>> decay = lambda p: np.where(np.add.outer(np.arange(64), np.arange(8)) < 64, p[0] ** np.arange(8), 0)
     >>> slope = lambda p, g: np.array([np.sum(g * np.arange(8) * p[0] ** np.maximum(np.arange(8) - 1, 0))])
@@ -155,11 +157,21 @@ class _Search:
         self.loss, self.listener, self.clock = NormalizedLoss(workload), watch, Clock()
 
     def run(self, start: FloatArray, gap: float | None, max_iterations: int) -> Solution:
-        gap = _check.real("gap", DEFAULT_GAP[self.goal.name] if gap is None else gap, 0)
+        """Search from `start`; with `gap`, until that much is proved."""
+        gap = None if gap is None else _check.real("gap", gap, 0)
         max_iterations = _check.whole("max_iterations", max_iterations)
         if self.goal.name == "max":
-            return self._minimax(start, gap, max_iterations)
-        schedule = _ProofSchedule(gap, 50 if start.size < 10**6 else 20)  # slow iterations: ask sooner
+            return self._minimax(start, DEFAULT_GAP["max"] if gap is None else gap, max_iterations)
+        proof = (
+            None if gap is None else self._proof(gap, 50 if start.size < 10**6 else 20)
+        )  # slow: ask sooner
+        descent = self._descend(start, self.goal, max_iterations, proof)
+        strategy, errors = self._examine(descent.x)
+        return self._solution(strategy, errors, self._gap(strategy, errors), gap, descent)
+
+    def _proof(self, gap: float, first: int) -> Watcher:
+        """Whether `gap` is proved, tried now and then."""
+        schedule = _ProofSchedule(gap, first)
 
         def proved(iteration: int, loss: float, x: FloatArray) -> bool:
             if iteration < schedule.next:
@@ -168,40 +180,34 @@ class _Search:
             schedule.note(iteration, found)
             return found <= gap
 
-        descent = self._descend(start, self.goal, max_iterations, proved)
-        strategy, errors = self._examine(descent.x)
-        found = self._gap(strategy, errors)
-        return self._solution(strategy, errors, found, descent)
+        return proved
 
     def _minimax(self, start: FloatArray, gap: float, max_iterations: int) -> Solution:
-        x, per_round = start, 40
+        x, each = start, min(40, max_iterations)
 
         def solve(weights: FloatArray) -> Weighted[FloatArray]:
             nonlocal x
-            descent = self._descend(x, Objective("weighted", weights), per_round, lambda *_: False)
+            descent = self._descend(x, Objective("weighted", weights), each, None)
             x = descent.x
             strategy, errors = self._examine(x)
             lower = lower_bound(strategy.columns(), self.loss.inverse, errors, weights)
-            return Weighted(x, errors, lower, descent.iterations)
+            return Weighted(x, errors, lower, descent.iterations, descent.outcome is Outcome.STOPPED)
 
-        best = minimax(solve, self.workload.steps, gap, max(1, max_iterations // per_round))
+        best = minimax(solve, self.workload.steps, gap, max(1, max_iterations // each))
         strategy, errors = self._examine(best.candidate)
-        reached = best.gap <= gap
-        message = "largest error and lower bound meet" if reached else f"gap={gap:g} not reached"
-        descent = Descent(best.candidate, 0.0, best.iterations, reached, message)
-        return self._solution(strategy, errors, best.gap, descent)
+        outcome = Outcome.STOPPED if best.stopped else Outcome.LIMIT
+        descent = Descent(best.candidate, 0.0, best.iterations, outcome)
+        return self._solution(strategy, errors, best.gap, gap, descent)
 
-    def _descend(self, x: FloatArray, goal: Objective, max_iterations: int, proved: Watcher) -> Descent:
+    def _descend(self, x: FloatArray, goal: Objective, max_iterations: int, proof: Watcher | None) -> Descent:
         def value(x: FloatArray) -> tuple[float, FloatArray]:
             total, slope = self.loss(self.entries(x), goal)
             return total, self.pullback(x, slope)
 
-        def watch(iteration: int, loss: float, x: FloatArray) -> bool:
-            heard = self.listener is not None and self.listener(iteration, loss, x)
-            return heard or proved(iteration, loss, x)
-
-        memory = 20 if x.size < 5_000_000 else 8  # each unit costs two vectors of that size
-        return descend(value, x, max_iterations=max_iterations, memory=memory, watch=watch)
+        memory = 10 if x.size < 5_000_000 else 6  # each unit costs two vectors of that size
+        return descend(
+            value, x, max_iterations=max_iterations, memory=memory, watch=self.listener, proved=proof
+        )
 
     def _examine(self, x: FloatArray) -> tuple[Banded, FloatArray]:
         band = self.entries(x)
@@ -211,10 +217,29 @@ class _Search:
     def _gap(self, strategy: Banded, errors: FloatArray) -> float:
         return optimality_gap(strategy, self.workload, errors, self.goal)
 
-    def _solution(self, strategy: Banded, errors: FloatArray, gap: float, descent: Descent) -> Solution:
-        descent.message = f"proved within {gap:.2g} of the best {strategy.bands}-banded; {descent.message}"
+    def _solution(
+        self, strategy: Banded, errors: FloatArray, found: float, asked: float | None, descent: Descent
+    ) -> Solution:
+        """The solution, whose outcome is the proof's where a proof was asked for."""
+        if asked is not None and found <= asked:
+            descent.outcome = Outcome.PROVED
+        elif asked is not None and descent.converged:
+            descent.outcome = Outcome.UNPROVED
+        gap = found if math.isfinite(found) else None
+        if gap is not None:
+            descent.detail = f"proved within {gap:.2g} of the best {strategy.bands}-banded"
         mean, objective = math.sqrt(np.mean(errors)), math.sqrt(self.goal.value(errors))
         return Solution.of(strategy, mean, descent, self.clock, objective=objective, gap=gap)
+
+
+def _require_condition(columns: FloatArray, loss: NormalizedLoss, workload: Workload) -> None:
+    """Refuse workloads on which the banded recursion loses its digits."""
+    if BandCovariance(band_columns.product(columns, loss.inverse)).condition > WORST_CONDITION:
+        raise ValueError(
+            f"workload={workload.name!r}: its learning rates fall and rise again so steeply that a banded strategy "
+            "cannot be optimized for it accurately; use optimize.dense for up to a few thousand steps, or rates that "
+            "span less"
+        )
 
 
 def _best_start(steps: int, bands: int, workload: Workload, loss: NormalizedLoss) -> FloatArray:

@@ -1,16 +1,25 @@
 """The best Toeplitz strategy with a banded inverse: C^-1 = r_0 ... r_{p-1}, numerically optimized.
 
-The error of A C^-1 is quadratic in r, with w = r * lambda; the sensitivity is |v| with v = C u, that is
-r * v = u, u the indicator of evenly spaced participations. Each is one filter, and so is its adjoint. Where
-the coefficients of C never increase that |v| is the exact sensitivity; the solution is judged by the
-certified one in any case.
+The error of A C^-1 is quadratic in r, with w = r * lambda. The sensitivity depends on the coefficients c of C,
+r * c = 1:
+
+    one participation      |c|
+    FixedEpochs(k)         the root of sum |X_ij| over the pattern, X = C'C
+    MinSeparation(k, s)    |sum of k shifts by s| of c where c never increases, else of its least majorant that does
+                           not: certified, but not always the tightest bound
+
+Each is a filter, and so is its adjoint. Where c is not monotone the tighter bounds of bandmf.sensitivities have no
+derivative worth having; up to a few hundred steps the search goes on without any. The solution is the best of all
+that was found, and of the square root's inverse, by its certified error.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
+from scipy.optimize import minimize
 from scipy.signal import lfilter
 
 from bandmf import _check
@@ -19,12 +28,16 @@ from bandmf._types import FloatArray
 from bandmf.error import max_error, rmse
 from bandmf.error.toeplitz_response import correlate
 from bandmf.optimize import arguments
-from bandmf.optimize.solution import Clock, Solution, Watcher, descend
-from bandmf.participation import Participation, checked_participation
+from bandmf.optimize.descent import Descent, Outcome, Watcher, descend
+from bandmf.optimize.solution import Clock, Solution
+from bandmf.participation import FixedEpochs, Participation, checked_participation
 from bandmf.strategies import BandedInverse, banded_inverse_square_root
 from bandmf.workloads import Workload, workload_for
 
 _MOST_STEPS = 2**24
+_POLISHED_SIZE = 256  # steps times bands up to which the certified error itself is searched
+_POLISHED = 1e-9  # relative gain below which polishing ends
+_ROUNDS_OF_POLISHING = 8
 
 
 @once_positional("participation", "workload", "objective")
@@ -40,7 +53,8 @@ def banded_inverse(
     """The strategy of least error whose inverse has `bands` Toeplitz coefficients.
 
     `rmse` includes the sensitivity under `participation`. O(n p) an evaluation. With two bands it is
-    lambda-CGD with the best lambda.
+    lambda-CGD with the best lambda. With several participations and many steps, the best of those whose C has
+    coefficients that never increase.
 
     >>> solution = banded_inverse(1024, 8)
     >>> round(solution.rmse, 4), solution.converged
@@ -51,34 +65,124 @@ def banded_inverse(
     workload = workload_for(steps, workload)
     arguments.require_toeplitz(workload, normalized=False)
     largest = _check.choice("objective", objective, ("mean", "max")) == "max"
-    count, separation = checked_participation(participation).spacing(steps)
-    loss = _Loss(workload, separation, count, largest)
-    descent = descend(loss, banded_inverse_square_root(steps, bands).inverse_coefficients[1:], watch=watch)
+    participation = checked_participation(participation)
+    measure = max_error if largest else rmse
+
+    def certified(x: FloatArray) -> float:
+        strategy = BandedInverse(np.append(1.0, x), steps)
+        return measure(strategy, workload=workload, participation=participation)
+
+    start = banded_inverse_square_root(steps, bands).inverse_coefficients[1:]
+    descent = Descent(start, 0.0, 0, Outcome.CLOSED_FORM, "one band: nothing to choose")
+    if bands > 1:
+        loss = _Loss(workload, participation, largest)
+        descent = descend(loss, start, watch=watch)
+        descent.x = min((start, descent.x), key=certified)
+        if descent.outcome is Outcome.STALLED or not loss.smooth(descent.x):
+            descent = _polish(certified, descent, steps)
     strategy = BandedInverse(np.append(1.0, descent.x), steps)
-    worst = max_error(strategy, workload=workload, participation=participation) if largest else None
     mean = rmse(strategy, workload=workload, participation=participation)
-    return Solution.of(strategy, mean, descent, clock, objective=worst)
+    return Solution.of(strategy, mean, descent, clock, objective=certified(descent.x))
+
+
+def _polish(certified: Callable[[FloatArray], float], descent: Descent, steps: int) -> Descent:
+    """Search the certified error itself, without derivatives, until a fresh simplex gains nothing."""
+    if steps * (len(descent.x) + 1) > _POLISHED_SIZE:
+        descent.outcome, descent.detail = Outcome.STALLED, "where the coefficients of C stop decreasing"
+        return descent
+
+    def guarded(x: FloatArray) -> float:
+        try:
+            return math.log(certified(x))
+        except ValueError:  # so unstable that it overflows
+            return math.inf
+
+    best, value = descent.x, guarded(descent.x)
+    for _ in range(_ROUNDS_OF_POLISHING):
+        found = minimize(
+            guarded,
+            best,
+            method="Nelder-Mead",
+            options={"xatol": 1e-10, "fatol": 1e-13, "maxfev": 400 * len(best), "adaptive": True},
+        )
+        gained = value - float(found.fun)
+        best, value = (found.x, float(found.fun)) if gained > 0 else (best, value)
+        if gained <= _POLISHED:
+            return Descent(best, value, descent.iterations, Outcome.CONVERGED, "polished without derivatives")
+    return Descent(best, value, descent.iterations, Outcome.LIMIT, "polished without derivatives")
 
 
 class _Loss:
-    """log(|v|^2 * error) over r_1 ... r_{p-1}, r_0 = 1."""
+    """log(sensitivity^2 * error) over r_1 ... r_{p-1}, r_0 = 1."""
 
-    def __init__(self, workload: Workload, separation: int, count: int, largest: bool) -> None:
+    def __init__(self, workload: Workload, participation: Participation, largest: bool) -> None:
         assert workload.coefficients is not None
         n = workload.steps
-        self.lambdas = workload.coefficients(n)
+        self.steps, self.lambdas = n, workload.coefficients(n)
         self.weights = np.ones(n) if largest else 1 - np.arange(n) / n
-        self.pulses = np.zeros(n)
-        self.pulses[: count * separation : separation] = 1
+        self.count, self.separation = participation.spacing(n)
+        self.fixed = isinstance(participation, FixedEpochs)
 
     def __call__(self, x: FloatArray) -> tuple[float, FloatArray]:
         r, bands = np.append(1.0, x), len(x) + 1
         w = lfilter(r, [1.0], self.lambdas)
         error = float(np.sum(self.weights * w * w))
         error_slope = correlate(np.pad(2 * self.weights * w, (0, bands - 1)), self.lambdas)
-        v = lfilter([1.0], r, self.pulses)
-        square = float(np.sum(v * v))
-        adjoint = lfilter([1.0], r, 2 * v[::-1])[::-1]
-        square_slope = -correlate(np.pad(adjoint, (0, bands - 1)), v)
+        c = self.coefficients(x)
+        square, slope = self._fixed_epochs(c) if self.fixed else self._separated(c)
+        adjoint = lfilter([1.0], r, slope[::-1])[::-1]
+        square_slope = -correlate(np.pad(adjoint, (0, bands - 1)), c)
         value = math.log(error) + math.log(square)
         return value, (error_slope / error + square_slope / square)[1:]
+
+    def coefficients(self, x: FloatArray) -> FloatArray:
+        """c, the first column of C."""
+        return lfilter([1.0], np.append(1.0, x), np.eye(1, self.steps)[0])
+
+    def smooth(self, x: FloatArray) -> bool:
+        """Whether the loss is the squared certified error and has a derivative here."""
+        c = self.coefficients(x)
+        if self.fixed:
+            shifted = self._shifted(c)
+            X = np.abs(shifted @ shifted.T)
+            return bool(X.min() > 1e-6 * X.max())
+        falls, rounding = -np.diff(c), 1e-14 * c[0]
+        level = (c[:-1] > 1e-6 * c[0]) & (falls < 1e-9 * c[0])
+        return self.count == 1 or bool(c.min() >= -rounding and falls.min() >= -rounding and not level.any())
+
+    def _fixed_epochs(self, c: FloatArray) -> tuple[float, FloatArray]:
+        """sum |X_ij| over the pattern that starts at 0, and its derivative."""
+        shifted = self._shifted(c)
+        X = shifted @ shifted.T
+        slopes = 2 * np.sign(X) @ shifted
+        return float(np.abs(X).sum()), self._shift_back(slopes)
+
+    def _shifted(self, c: FloatArray) -> FloatArray:
+        """The columns of C that the pattern meets."""
+        shifted = np.zeros((self.count, self.steps))
+        for m in range(self.count):
+            shifted[m, m * self.separation :] = c[: self.steps - m * self.separation]
+        return shifted
+
+    def _separated(self, c: FloatArray) -> tuple[float, FloatArray]:
+        """|sum of shifts|^2 of the least non-increasing majorant of |c|, and its derivative."""
+        if self.count == 1:
+            return float(c @ c), 2 * c
+        size = np.abs(c)[::-1]
+        majorant = np.maximum.accumulate(size)[::-1]
+        total = np.zeros(self.steps)
+        for m in range(self.count):
+            total[m * self.separation :] += majorant[: self.steps - m * self.separation]
+        slope = self._shift_back(np.broadcast_to(2 * total, (self.count, self.steps)))
+        # Each entry of the majorant is some later |c_t|: that one moves it.
+        record = np.maximum.accumulate(np.where(size == majorant[::-1], np.arange(self.steps), 0))
+        moved_by = self.steps - 1 - record[::-1]
+        moved = np.bincount(moved_by, slope, self.steps).astype(np.float64)
+        return float(total @ total), moved * np.sign(c)
+
+    def _shift_back(self, slopes: FloatArray) -> FloatArray:
+        """The derivative with respect to c from those with respect to each of its shifts."""
+        result = np.zeros(self.steps)
+        for m in range(self.count):
+            result[: self.steps - m * self.separation] += slopes[m, m * self.separation :]
+        return result

@@ -27,7 +27,8 @@ from bandmf import _check
 from bandmf._deprecated import once_positional
 from bandmf._types import FloatArray
 from bandmf.error import max_error, rmse
-from bandmf.optimize.solution import Clock, Descent, Solution, Watcher, descend
+from bandmf.optimize.descent import Descent, Watcher, descend
+from bandmf.optimize.solution import Clock, Solution
 from bandmf.participation import Participation, checked_participation
 from bandmf.strategies import BufferedToeplitz
 from bandmf.workloads import Workload, workload_for
@@ -87,17 +88,21 @@ def _best_descent(loss: _Loss, buffers: int, watch: Watcher | None) -> Descent:
         if larger.loss > grown.loss - _WORTH_A_BUFFER:
             break
         grown = larger
-    spread = descend(loss, _spread(loss.steps, buffers), tolerance=_ROUGH, max_iterations=200)
+    spreads = [
+        descend(loss, _spread(loss.steps, buffers, largest), tolerance=_ROUGH, max_iterations=200)
+        for largest in (0.8, 0.3, 0.99)
+    ]
+    spread = min(spreads, key=lambda found: found.loss)
     best = spread if spread.loss < grown.loss - _WORTH_A_BUFFER else grown
-    best = descend(loss, best.x, watch=watch)
+    best = descend(loss, best.x, memory=2 * best.x.size, watch=watch)
     if (used := best.x.size // 2) < buffers:
-        best.message = f"{used} buffers are enough: a further one gains nothing; {best.message}"
+        best.detail = f"{used} buffers are enough: a further one gains nothing"
     return best
 
 
-def _spread(steps: int, buffers: int) -> FloatArray:
-    """1 - pole spread evenly, in its logarithm, from 1/2n to 0.8."""
-    return _from_logs(np.linspace(math.log(0.5 / (steps + 1)), math.log(0.8), 2 * buffers))
+def _spread(steps: int, buffers: int, largest: float = 0.8) -> FloatArray:
+    """1 - pole spread evenly, in its logarithm, from 1/2n to `largest`."""
+    return _from_logs(np.linspace(math.log(0.5 / (steps + 1)), math.log(largest), 2 * buffers))
 
 
 def _with_one_more(x: FloatArray, loss: _Loss) -> FloatArray:

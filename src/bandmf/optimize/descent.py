@@ -35,8 +35,10 @@ class Outcome(StrEnum):
     STALLED = "stalled before it was flat"
     UNPROVED = "no lower point in reach, but the gap asked for is not proved"
 
-
-REACHED = (Outcome.PROVED, Outcome.CONVERGED, Outcome.CLOSED_FORM)
+    @property
+    def reached(self) -> bool:
+        """Whether what was asked for was reached."""
+        return self in (Outcome.PROVED, Outcome.CONVERGED, Outcome.CLOSED_FORM)
 
 
 @dataclass
@@ -52,7 +54,7 @@ class Descent:
     @property
     def converged(self) -> bool:
         """Whether what was asked for was reached."""
-        return self.outcome in REACHED
+        return self.outcome.reached
 
 
 def descend(
@@ -61,7 +63,7 @@ def descend(
     *,
     max_iterations: int = 1000,
     tolerance: float = 1e-14,
-    memory: int = 20,
+    memory: int = 10,
     watch: Watcher | None = None,
     proved: Watcher | None = None,
 ) -> Descent:

@@ -24,7 +24,8 @@ from bandmf import _check
 from bandmf._types import FloatArray
 from bandmf.error import mean_squared_error
 from bandmf.error.toeplitz import ToeplitzError, mean_weights
-from bandmf.optimize.solution import Clock, Descent, Solution, Watcher, descend
+from bandmf.optimize.descent import Descent, Watcher, descend
+from bandmf.optimize.solution import Clock, Solution
 from bandmf.optimize.toeplitz import banded_toeplitz
 from bandmf.participation import MinSeparation
 from bandmf.sensitivities import sensitivity
@@ -48,7 +49,7 @@ def robust_banded_toeplitz(
     largest = _check.whole("largest", largest, 1, steps, f"steps={steps}")
     smallest = _check.whole("smallest", smallest, 1, largest, f"largest={largest}")
     theta, plain = _faded(steps, smallest, largest, watch)
-    found = Descent(theta, 0.0, plain.iterations, plain.converged, plain.message)
+    found = Descent(theta, 0.0, plain.iterations, plain.outcome)
     return _solution(found, steps, range(smallest, largest + 1), max_participations, clock)
 
 

@@ -15,7 +15,8 @@ from bandmf._deprecated import once_positional
 from bandmf._types import FloatArray
 from bandmf.error import rmse
 from bandmf.optimize import arguments
-from bandmf.optimize.solution import Clock, Descent, Solution
+from bandmf.optimize.descent import Descent, Outcome
+from bandmf.optimize.solution import Clock, Solution
 from bandmf.optimize.toeplitz import banded_toeplitz
 from bandmf.participation import Participation
 from bandmf.strategies import Banded
@@ -46,9 +47,8 @@ def horizon(
     _check.choice("objective", objective, ("mean",))
     strategy = Banded(horizon_columns(steps, bands, workload))
     value = rmse(strategy, workload=workload)
-    found = Descent(
-        strategy.columns(), value, 0, True, "interpolated; optimize.banded improves on it and proves a gap"
-    )
+    detail = "interpolated; optimize.banded improves on it and proves a gap"
+    found = Descent(strategy.columns(), value, 0, Outcome.CLOSED_FORM, detail)
     return Solution.of(strategy, value, found, clock)
 
 

@@ -18,10 +18,10 @@ from bandmf import _check
 from bandmf._types import FloatArray
 
 NAMES = ("mean", "max", "last")
-_SHARPNESS = (4.0, 16.0, 64.0, 256.0)
+_SHARPNESS = tuple(4.0**k for k in range(1, 11))
 # Minimizing the last error alone lets all others grow without bound; this share of their mean prevents it.
 _MEAN_IN_LAST = 1e-3
-_POWER = 2.0  # of its error that a step's weight is multiplied by
+_POWER, _LEAST_POWER = 4.0, 2.0  # of its error that a step's weight is multiplied by
 T = TypeVar("T")
 
 
@@ -57,6 +57,13 @@ class Objective:
             return p_norm(errors, self.sharpness)
         assert self.weights is not None
         return float(self.weights @ errors), self.weights
+
+    def proof_weights(self, errors: FloatArray) -> FloatArray:
+        """Weights that sum to one and whose weighted errors are at most `value`: a bound on them is one on it."""
+        if self.name == "last":
+            return np.eye(1, len(errors), len(errors) - 1)[0]
+        weights = self.smooth(errors)[1]
+        return weights / weights.sum()
 
     def stages(self) -> list[Objective]:
         """The objectives to minimize one after the other, each from where the one before ended."""
@@ -102,6 +109,7 @@ class Weighted(NamedTuple, Generic[T]):
     errors: FloatArray
     lower: float
     iterations: int
+    stopped: bool = False
 
 
 class Minimax(NamedTuple, Generic[T]):
@@ -110,6 +118,7 @@ class Minimax(NamedTuple, Generic[T]):
     candidate: T
     gap: float
     iterations: int
+    stopped: bool
 
 
 def minimax(solve: Callable[[FloatArray], Weighted[T]], steps: int, gap: float, attempts: int) -> Minimax[T]:
@@ -120,19 +129,21 @@ def minimax(solve: Callable[[FloatArray], Weighted[T]], steps: int, gap: float, 
     Multiply the weight of each step by a power of its error and solve the smooth weighted problem again,
     until the largest error and the bound meet.
     """
-    weights = np.full(steps, 1 / steps)
+    weights, power = np.full(steps, 1 / steps), _POWER
     best, largest, lower, iterations = None, math.inf, 0.0, 0
     for _ in range(attempts):
         found = solve(weights)
         iterations += found.iterations
+        if found.lower < lower:  # the weights overshot
+            power = max(0.9 * power, _LEAST_POWER)
         lower = max(lower, found.lower)
         if (worst := float(found.errors.max())) < largest:
             best, largest = found.candidate, worst
         proved = math.sqrt(largest / lower) - 1 if lower > 0 else math.inf
-        if proved <= gap:
+        if proved <= gap or found.stopped:
             break
-        weights = weights * (found.errors / worst) ** _POWER
+        weights = weights * (found.errors / worst) ** power
         weights = np.maximum(weights / weights.sum(), 1e-12 / steps)
         weights /= weights.sum()
     assert best is not None
-    return Minimax(best, proved, iterations)
+    return Minimax(best, proved, iterations, found.stopped)

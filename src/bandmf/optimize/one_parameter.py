@@ -16,9 +16,10 @@ from bandmf import _check, strategies
 from bandmf._deprecated import once_positional
 from bandmf._types import FloatArray
 from bandmf.error import max_error, rmse
-from bandmf.error.toeplitz import ToeplitzError
+from bandmf.error.closed_form import ClosedForm, toeplitz_error
 from bandmf.optimize import arguments
-from bandmf.optimize.solution import Clock, Descent, Solution
+from bandmf.optimize.descent import Descent, Outcome
+from bandmf.optimize.solution import Clock, Solution
 from bandmf.participation import Participation
 from bandmf.strategies import BandedToeplitz
 from bandmf.workloads import Workload, workload_for
@@ -55,15 +56,15 @@ def inverse_plus_constant(
         theta = 1 / np.arange(1, bands + 1) + math.exp(log_c)
         return theta / np.linalg.norm(theta)
 
-    def error(log_c: float) -> ToeplitzError:
-        return ToeplitzError(coefficients(log_c), workload, normalize)
+    def error(log_c: float) -> ClosedForm:
+        return toeplitz_error(coefficients(log_c), workload, normalize)
 
     def squared(log_c: float) -> float:
         return error(log_c).maximum() if largest else error(log_c).mean()
 
     found = _search(squared, np.log(np.geomspace(1e-5, 1e4, 37)), 1e-9)
     log_c = float(found.x[0])
-    found.message = f"theta_i = 1/i + {math.exp(log_c):.6g}"
+    found.detail = f"theta_i = 1/i + {math.exp(log_c):.6g}"
     strategy = BandedToeplitz(coefficients(log_c), steps, normalize)
     mean = root * math.sqrt(error(log_c).mean())
     return Solution.of(strategy, mean, found, clock, objective=root * math.sqrt(found.loss))
@@ -84,7 +85,7 @@ def lti(
     >>> from bandmf.participation import FixedEpochs
     >>> solution = lti(256, participation=FixedEpochs(4))
     >>> round(solution.rmse, 4), solution.message
-    (5.9674, 'damping=0.0102')
+    (5.9674, 'no lower point in reach; damping=0.0102')
     """
     clock = Clock()
     steps = _check.whole("steps", steps)
@@ -95,10 +96,13 @@ def lti(
         strategy = strategies.lti(steps, math.exp(log_damping))
         return measure(strategy, workload=workload, participation=participation)
 
-    # Below 0.01 / n the damping is not felt within n steps.
-    found = _search(value, np.linspace(math.log(0.01 / steps), 0.0, 25), 1e-6)
+    # Below 0.01 / n the damping is hardly felt within n steps; none at all may still be the best.
+    found = _search(value, np.linspace(math.log(0.01 / steps), 0.0, 25), 1e-9)
+    undamped = value(-math.inf)
     damping = math.exp(found.x[0])
-    found.message = f"damping={damping:.3g}"
+    if undamped <= found.loss:
+        damping, found.loss = 0.0, undamped
+    found.detail = f"damping={damping:.3g}"
     strategy = strategies.lti(steps, damping)
     mean = rmse(strategy, workload=workload, participation=participation)
     return Solution.of(strategy, mean, found, clock, objective=found.loss)
@@ -111,4 +115,5 @@ def _search(value: Callable[[float], float], grid: FloatArray, tolerance: float)
     low, high = grid[max(0, middle - 1)], grid[min(len(grid) - 1, middle + 1)]
     best = minimize_scalar(value, bounds=(low, high), method="bounded", options={"xatol": tolerance})
     point, lowest = (best.x, best.fun) if best.fun <= values[middle] else (grid[middle], values[middle])
-    return Descent(np.array([point]), float(lowest), len(grid) + int(best.nfev), bool(best.success), "")
+    outcome = Outcome.CONVERGED if best.success else Outcome.STALLED
+    return Descent(np.array([point]), float(lowest), len(grid) + int(best.nfev), outcome)

@@ -16,17 +16,21 @@ from bandmf import _check
 from bandmf._deprecated import once_positional
 from bandmf._types import FloatArray
 from bandmf.error import per_step_error, rmse
+from bandmf.error.closed_form import toeplitz_error
 from bandmf.error.toeplitz import ToeplitzError, mean_weights
 from bandmf.error.toeplitz_response import first_terms
+from bandmf.error.toeplitz_settled import SMALLEST, SettledToeplitz
 from bandmf.optimize import arguments
+from bandmf.optimize.descent import Descent, Outcome, Watcher, descend
 from bandmf.optimize.objectives import Objective, parse
-from bandmf.optimize.solution import Clock, Descent, Solution, Watcher, descend
+from bandmf.optimize.solution import Clock, Solution
 from bandmf.participation import Participation
 from bandmf.strategies import BandedToeplitz
 from bandmf.strategies.square_root import square_root_coefficients
 from bandmf.workloads import Workload, workload_for
 
 NORMALIZE = (False, "after", "optimized")
+_NEGLIGIBLE_END = 1e-5  # of all steps
 
 
 @once_positional("workload", "objective", "normalize_columns")
@@ -68,13 +72,14 @@ def banded_toeplitz(
     family = _Family(workload, goal, False, terms, tolerance)
     descent = family.descend(_checked_start(start, bands), watch)
     found = [descent.x]
-    if mode == "optimized":
+    # So far from the end, to optimize as normalized moves the coefficients by parts in 10^10.
+    if mode == "optimized" and bands / steps > _NEGLIGIBLE_END and descent.outcome is not Outcome.STOPPED:
         family = _Family(workload, goal, True, terms, tolerance)
         descent = family.descend(descent.x, watch)
         found.append(descent.x)
     strategies = [BandedToeplitz(x / np.linalg.norm(x), steps, normalize_columns=bool(mode)) for x in found]
     # The maximum is minimized through a smooth stand-in, which may end a hair above where it started.
-    objectives = [family.exact_objective(strategy) for strategy in strategies]
+    objectives = [_exact_objective(strategy, workload, goal) for strategy in strategies]
     best = int(np.argmin(objectives))
     # The coefficients have norm one, hence sensitivity one for one participation.
     mean = objectives[best] if goal.name == "mean" else rmse(strategies[best], workload=workload)
@@ -117,9 +122,11 @@ class _Family:
     def descend(self, theta: FloatArray, watch: Watcher | None) -> Descent:
         """Minimize with more and more terms of the response, and a sharper and sharper maximum."""
         if len(theta) == 1:
-            return Descent(theta, 0.0, 0, True, "one band: nothing to choose")
-        terms, iterations = self.terms or first_terms(len(theta), self.workload), 0
+            return Descent(theta, 0.0, 0, Outcome.CLOSED_FORM, "one band: nothing to choose")
         theta = theta / np.linalg.norm(theta)
+        if (settled := self._descend_settled(theta, watch)) is not None:
+            return settled
+        terms, iterations = self.terms or first_terms(len(theta), self.workload), 0
         stages = self.goal.stages() if self.normalize else [self.goal]
         for last, goal in [(goal is stages[-1], goal) for goal in stages]:
             while True:
@@ -130,7 +137,26 @@ class _Family:
                 if self.terms or needed <= terms or not last:
                     break
                 terms = min(needed, self.workload.steps)
-        return Descent(theta, descent.loss, iterations, descent.converged, descent.message)
+        return Descent(theta, descent.loss, iterations, descent.outcome)
+
+    def _descend_settled(self, theta: FloatArray, watch: Watcher | None) -> Descent | None:
+        """At very many running sums, at a cost that depends on the bands alone; None where that does not apply."""
+        large = self.workload.is_prefix and self.workload.steps >= SMALLEST
+        if not large or self.terms or self.normalize or self.goal.name == "weighted":
+            return None
+        largest = self.goal.name != "mean"  # of a plain Toeplitz strategy that is the last error
+
+        def loss(theta: FloatArray) -> tuple[float, FloatArray]:
+            error, square = SettledToeplitz(theta, self.workload.steps), float(theta @ theta)
+            total = error.last() if largest else error.mean()
+            if not (math.isfinite(total) and total > 0):
+                return math.inf, np.zeros_like(theta)
+            return math.log(total * square), error.gradient(largest) / total + 2 * theta / square
+
+        if not math.isfinite(loss(theta)[0]):
+            return None
+        descent = descend(loss, theta, tolerance=self.tolerance, watch=watch)
+        return descent if SettledToeplitz(descent.x, self.workload.steps).applies else None
 
     def loss(self, theta: FloatArray, goal: Objective, terms: int) -> tuple[float, FloatArray]:
         """log(|theta|^2 E(theta)); the first factor is one where the columns are normalized."""
@@ -145,16 +171,13 @@ class _Family:
     def _error(self, theta: FloatArray, terms: int | None) -> ToeplitzError:
         return ToeplitzError(theta, self.workload, self.normalize, terms)
 
-    def exact_objective(self, strategy: BandedToeplitz) -> float:
-        """The root of the objective at the strategy as it will be used, with nothing cut off or smoothed."""
-        if strategy.normalize_columns and self.workload.inverse_columns is None:
-            return math.sqrt(self.goal.value(per_step_error(strategy, workload=self.workload)))
-        error = ToeplitzError(strategy.coefficients, self.workload, strategy.normalize_columns)
-        if self.goal.name == "max":
-            return math.sqrt(error.maximum())
-        if self.goal.name == "last":
-            return math.sqrt(error.tail[-1] if len(error.tail) else error.last_of_head())
-        return math.sqrt(_aggregate(error, self.goal)[0])
+
+def _exact_objective(strategy: BandedToeplitz, workload: Workload, goal: Objective) -> float:
+    """The root of the objective at the strategy as it will be used, with nothing cut off or smoothed."""
+    if goal.name == "weighted" or (strategy.normalize_columns and workload.inverse_columns is None):
+        return math.sqrt(goal.value(per_step_error(strategy, workload=workload)))
+    error = toeplitz_error(strategy.coefficients, workload, strategy.normalize_columns)
+    return math.sqrt({"mean": error.mean, "max": error.maximum, "last": error.last}[goal.name]())
 
 
 def _aggregate(error: ToeplitzError, goal: Objective) -> tuple[float, FloatArray, float, FloatArray]:
@@ -169,7 +192,12 @@ def _aggregate(error: ToeplitzError, goal: Objective) -> tuple[float, FloatArray
         head, beyond, tail = suffix[:computed], float(np.sum(suffix[computed:])), goal.weights[steps:]
     else:  # errors only grow along the head: its last step stands for all of it
         candidates = np.append(error.last_of_head(), error.tail) if steps else error.tail
-        value, weights = goal.smooth(candidates)
+        value, weights = goal.smooth(candidates) if goal.name == "max" else _last(candidates)
         share, tail = (weights[0], weights[1:]) if steps else (0.0, weights)
         return value, np.full(computed, share), share * (steps - computed), tail
     return error.head_total(head, beyond) + float(tail @ error.tail), head, beyond, tail
+
+
+def _last(errors: FloatArray) -> tuple[float, FloatArray]:
+    """The last error and its derivative with respect to all."""
+    return float(errors[-1]), np.eye(1, len(errors), len(errors) - 1)[0]

@@ -39,6 +39,7 @@ class Banded(Strategy):
             raise ValueError(
                 f"columns: entries [j, r] with j + r >= steps={steps} lie below C and must be zero"
             )
+        _check.moderate("columns", compact)
         object.__setattr__(self, "compact", compact)
 
     @property

@@ -45,6 +45,7 @@ class BandedInverse(Strategy):
     def __post_init__(self) -> None:
         steps = _check.whole("steps", self.steps)
         r = _check.array("inverse_coefficients", self.inverse_coefficients, 1)
+        _check.moderate("inverse_coefficients", r)
         _check.whole("inverse_bands", len(r), 1, steps, f"steps={steps}")
         if r[0] == 0:
             raise ValueError("inverse_coefficients[0]=0.0: the diagonal of C^-1 must not be zero")

@@ -44,6 +44,8 @@ class BufferedToeplitz(Strategy):
         object.__setattr__(self, "steps", _check.whole("steps", self.steps))
         for name in ("scales", "decays"):
             object.__setattr__(self, name, _check.array(name, getattr(self, name), 1))
+        if self.scales.any():
+            _check.moderate("scales", self.scales)
         if len(self.scales) != len(self.decays):
             raise ValueError(f"scales: there are {len(self.scales)} of them, but {len(self.decays)} decays")
         if np.any(np.abs(self.decays) > 1):

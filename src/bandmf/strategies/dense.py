@@ -30,6 +30,7 @@ class Dense(Strategy):
             raise ValueError("matrix: must be lower triangular, or noise would depend on the future")
         if (zero := np.flatnonzero(np.diag(matrix) == 0)).size:
             raise ValueError(f"matrix[{zero[0]}, {zero[0]}]=0.0: the diagonal of C must not be zero")
+        _check.moderate("matrix's columns", matrix.T)
         object.__setattr__(self, "matrix", matrix)
 
     @property

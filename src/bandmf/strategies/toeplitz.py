@@ -33,7 +33,7 @@ class BandedToeplitz(Strategy):
 
     def __post_init__(self) -> None:
         steps = _check.whole("steps", self.steps)
-        theta = _check.array("coefficients", self.coefficients, 1)
+        theta = _check.moderate("coefficients", _check.array("coefficients", self.coefficients, 1))
         _check.whole("bands", len(theta), 1, steps, f"steps={steps}")
         _check.choice("normalize_columns", self.normalize_columns, (True, False))
         if theta[0] == 0:
