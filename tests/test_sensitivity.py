@@ -253,3 +253,15 @@ def test_it_never_lies_below_patterns_drawn_at_random(seed, n, bands, times, sep
         pattern = tuple(int(i) for i in steps[steps < n])
         if pattern:
             assert claim**2 >= signs_value(X, pattern) * (1 - ROUNDING)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_bounds_under_minimum_separation_are_never_looser_than_a_peers(seed):
+    """Those of the peer were tighter in 23 of 100 random cases, by up to 29 percent."""
+    peer = pytest.importorskip("jax_privacy.matrix_factorization.sensitivity")
+    generator = np.random.default_rng(seed)
+    n, count = int(generator.integers(6, 30)), int(generator.integers(2, 6))
+    C = np.tril(generator.choice([0.1, 0.5, 1.0]) * generator.normal(size=(n, n))) + 2 * np.eye(n)
+    separation = int(generator.integers(1, max(2, n // count)))
+    theirs = peer.get_min_sep_sensitivity_upper_bound_for_X(C.T @ C, separation, count)
+    assert sensitivity(Dense(C), MinSeparation(count, separation)) <= theirs * (1 + 1e-5)  # float32 there

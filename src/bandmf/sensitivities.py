@@ -232,18 +232,23 @@ def _row_scores(lags: FloatArray, separation: int, count: int) -> float:
     after = np.zeros_like(lags)  # |X[j, j + l]|: the same numbers seen from the earlier step
     for lag in range(bands):
         after[: n - lag, lag] = lags[lag:, lag]
-    scores = lags[:, 0] + sum(_best_lags(side, separation, count - 1) for side in (lags, after))
+    before, later = (_best_lags(side, separation, count - 1) for side in (lags, after))
+    splits = [before[used] + later[count - 1 - used] for used in range(count)]
+    scores = lags[:, 0] + np.max(splits, axis=0)
     return math.sqrt(_best_separated_sum(scores, separation, count))
 
 
-def _best_lags(lags: FloatArray, separation: int, count: int) -> FloatArray:
-    """For each row, the largest sum of at most `count` entries, at lags >= separation that far apart."""
+def _best_lags(lags: FloatArray, separation: int, count: int) -> list[FloatArray]:
+    """For each row, the largest sum of at most 0, 1, ... count entries, at lags that far apart and from zero."""
     n, bands = lags.shape
     best = np.zeros(
         (n, bands + separation)
     )  # best[:, l]: from lags >= l, with the participations used so far
-    for _ in range(min(count, (bands - 1) // separation)):
-        take = np.zeros_like(best)
-        take[:, :bands] = lags + best[:, separation:]
-        best = np.maximum.accumulate(take[:, ::-1], axis=1)[:, ::-1]
-    return best[:, separation]
+    sums = [best[:, separation]]
+    for used in range(1, count + 1):
+        if used <= (bands - 1) // separation:
+            take = np.zeros_like(best)
+            take[:, :bands] = lags + best[:, separation:]
+            best = np.maximum.accumulate(take[:, ::-1], axis=1)[:, ::-1]
+        sums.append(best[:, separation].copy())
+    return sums

@@ -34,7 +34,7 @@ from bandmf.workloads import Workload, workload_for
 
 # The joint-state recursion costs s^2 a step; beyond this size streaming whole rows is cheaper.
 _LARGEST_JOINT_STATE = 256
-WORST_CONDITION = 2500  # of the banded recursion, for errors good to 1e-9; beyond it the state is asked
+WORST_CONDITION = 300  # of the banded recursion, for errors good to 1e-9; beyond it the state is asked
 
 
 @once_positional("workload")
@@ -60,7 +60,9 @@ def _per_step_error(strategy: Strategy, workload: Workload) -> FloatArray:
     if workload.inverse_columns is not None and not (by_state and strategy.bands > 4 * operator.buffers):
         product = band_columns.product(strategy.columns(), workload.inverse_columns(0, strategy.steps))
         by_band = BandCovariance(product)
-        if by_band.condition <= WORST_CONDITION:
+        if by_band.condition <= (
+            WORST_CONDITION if by_state else 10 * WORST_CONDITION
+        ):  # rows: a last resort
             return by_band.errors
     if by_state:
         return _per_step_error_by_state(operator, strategy.steps)
@@ -96,7 +98,7 @@ def _aggregate(
 
 def _finite(errors: FloatArray) -> FloatArray:
     """The errors, unless the strategy is so unstable that they left the range of numbers."""
-    if not np.all(np.isfinite(errors)):
+    if not np.all(np.isfinite(errors) & (errors >= 0)):
         raise ValueError(
             "strategy: its errors overflow, so its inverse is not stable; "
             "use coefficients that fall from the diagonal on, or fewer steps"
