@@ -121,7 +121,16 @@ def random_participation(g, n):
 
 
 def check(seed):
-    """Worst relative error of one random case; 0 where an error was raised."""
+    """Worst relative error of one random case; None where an error was raised."""
+    try:
+        return worst_error(seed)
+    except ValueError as error:
+        if "lost to rounding" in str(error) or "overflow" in str(error):
+            return None
+        raise
+
+
+def worst_error(seed):
     g = np.random.default_rng(seed)
     n = int(g.integers(1, 40))
     strategy, C = random_strategy(g, n)
@@ -146,7 +155,9 @@ def check(seed):
 
 
 def sweep(seeds):
-    found = {seed: check(seed) for seed in seeds}
+    every = {seed: check(seed) for seed in seeds}
+    found = {seed: value for seed, value in every.items() if value is not None}
+    assert len(found) > 0.99 * len(every)  # errors are for what cannot be computed, not for the ordinary
     worst = max(found, key=found.get)
     assert found[worst] <= 1e-9, (worst, found[worst])
 
@@ -164,7 +175,7 @@ def test_fifty_thousand_random_cases_are_right_to_1e9(part):
 
 def test_a_planted_error_is_caught_by_the_sweep(monkeypatch):
     """The threshold of the banded recursion's condition, removed: what was wrong before."""
-    monkeypatch.setattr("bandmf.error.WORST_CONDITION", np.inf)
+    monkeypatch.setattr("bandmf.error.band_covariance.WORST_CONDITION", np.inf)
     with pytest.raises((AssertionError, ValueError)):
         sweep(range(200))
 
@@ -191,6 +202,31 @@ def test_columns_of_wildly_different_scale_are_measured_right():
     strategy = strategies.Banded(columns)
     expected = true_errors(strategy.materialize(), np.tri(200).astype(LONG))
     np.testing.assert_allclose(bandmf.per_step_error(strategy), expected.astype(float), rtol=1e-9)
+
+
+CLUSTERED = [(0.7, 7, 200), (0.5, 15, 60), (0.9, 11, 200), (0.7, 15, 200), (0.95, 15, 60)]
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(("a", "power", "n"), CLUSTERED)
+def test_clustered_roots_are_measured_right_or_refused(a, power, n, normalize):
+    """(1 + a z)^p: sums over its response cancel; once the last step was off by 790 percent."""
+    theta = np.poly(np.full(power, -a))
+    C = sum((theta[r] * np.eye(n, k=-r) for r in range(power + 1)), np.zeros((n, n))).astype(LONG)
+    C = C / np.sqrt((C * C).sum(axis=0)) if normalize else C
+    try:
+        found = bandmf.per_step_error(strategies.BandedToeplitz(theta, n, normalize))
+    except ValueError:
+        return
+    np.testing.assert_allclose(found, true_errors(C, np.tri(n).astype(LONG)).astype(float), rtol=1e-9)
+
+
+def test_a_slow_mode_is_seen_however_small():
+    """At the switch to sums over all of the response nothing jumps, and error grows with the steps."""
+    slow = 1 - 4.9e-7
+    theta = np.convolve(np.poly(np.full(7, -0.3)), [1, -2 * slow * np.cos(1.52), slow**2])
+    errors = [bandmf.rmse(strategies.BandedToeplitz(theta, n, False)) for n in (2**22 - 1, 2**22)]
+    assert errors[0] < errors[1] < errors[0] * (1 + 1e-6)
 
 
 def test_coefficients_that_add_up_to_zero_have_an_error():

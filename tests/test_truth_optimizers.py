@@ -212,6 +212,18 @@ def test_a_thousand_bands_at_a_billion_steps_and_any_constant_take_seconds():
     assert optimize.inverse_plus_constant(10**9, 64).seconds < 20
 
 
+def test_a_workload_that_forgets_wants_a_negative_constant():
+    """Once c = 1e-5, the end of the grid, was called converged, and was worse than independent noise."""
+    forgetful = workloads.momentum(1000, 0.0, weight_decay=0.5)
+    solution = optimize.inverse_plus_constant(1000, 16, workload=forgetful)
+    assert solution.converged
+    assert solution.rmse < 1.146 < bandmf.rmse(bandmf.strategies.Identity(1000), workload=forgetful)
+
+
+def test_a_gap_of_zero_is_not_reached_but_nothing_fails():
+    assert not optimize.dense(100, objective="last", gap=0).converged
+
+
 def test_single_is_single():
     assert optimize.banded(N, 3, participation=Single()).rmse == optimize.banded(N, 3).rmse
     assert isinstance(optimize.dense(N).strategy, Dense)

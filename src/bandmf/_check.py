@@ -60,8 +60,9 @@ def choice(name: str, value: Any, options: Sequence[object]) -> Any:
     """`value` if it is one of `options`."""
     # `is` first: False == 0 must not let a 0 through where False is an option.
     for option in options:
-        if value is option or (type(value) is type(option) and value == option):
-            return value
+        alike = type(value) is type(option) or (isinstance(value, str) and isinstance(option, str))
+        if value is option or (alike and value == option):
+            return option
     listed = ", ".join(repr(option) for option in options)
     raise fail(name, value, f"must be one of {listed}" if len(options) > 1 else f"must be {listed}")
 

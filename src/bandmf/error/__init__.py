@@ -24,6 +24,7 @@ import numpy as np
 from bandmf import band_columns
 from bandmf._deprecated import once_positional
 from bandmf._types import FloatArray
+from bandmf.error import band_covariance
 from bandmf.error.band_covariance import BandCovariance
 from bandmf.error.closed_form import ClosedForm, closed_form
 from bandmf.participation import Participation, Single
@@ -34,7 +35,6 @@ from bandmf.workloads import Workload, workload_for
 
 # The joint-state recursion costs s^2 a step; beyond this size streaming whole rows is cheaper.
 _LARGEST_JOINT_STATE = 256
-WORST_CONDITION = 300  # of the banded recursion, for errors good to 1e-9; beyond it the state is asked
 
 
 @once_positional("workload")
@@ -60,9 +60,8 @@ def _per_step_error(strategy: Strategy, workload: Workload) -> FloatArray:
     if workload.inverse_columns is not None and not (by_state and strategy.bands > 4 * operator.buffers):
         product = band_columns.product(strategy.columns(), workload.inverse_columns(0, strategy.steps))
         by_band = BandCovariance(product)
-        if by_band.condition <= (
-            WORST_CONDITION if by_state else 10 * WORST_CONDITION
-        ):  # rows: a last resort
+        permitted = band_covariance.WORST_CONDITION * (1 if by_state else 30)  # rows are the last resort
+        if by_band.condition <= permitted:
             return by_band.errors
     if by_state:
         return _per_step_error_by_state(operator, strategy.steps)

@@ -24,6 +24,7 @@ import numpy as np
 
 from bandmf._types import FloatArray
 
+WORST_CONDITION = 100  # for errors good to 1e-9; beyond it another path is taken
 # Smaller blocks waste time in the interpreter, larger ones in arithmetic on zeros.
 _SMALLEST_BLOCK = 16
 

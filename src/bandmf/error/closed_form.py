@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,14 +20,19 @@ import numpy as np
 from scipy.signal import fftconvolve
 
 from bandmf._types import FloatArray
+from bandmf.error.band_covariance import WORST_CONDITION
 from bandmf.error.toeplitz import ToeplitzError
 from bandmf.error.toeplitz_response import Response
-from bandmf.error.toeplitz_settled import SMALLEST, SettledError
+from bandmf.error.toeplitz_settled import SMALLEST, SettledError, inverse_energy
 from bandmf.strategies import BandedInverse, BandedToeplitz, BufferedToeplitz, OnlineTree, Stamped, Strategy
 from bandmf.streaming import Matrices, compose, impulse_response, mean_running_norm, squared_norm, state_space
 from bandmf.workloads import Workload, prefix
 
 _SETTLED_BANDS = 4096  # beyond, matrices of bands x bands cost more than following the response
+_MOST_ENERGY, _MOST_GROWTH = (
+    1e6,
+    1e8,
+)  # of the inverse of theta, and of its response: beyond, their sums cancel
 _LARGEST_STATE = 64  # a Toeplitz workload with more coefficients than this is better treated by its response
 
 
@@ -56,9 +62,26 @@ def closed_form(strategy: Strategy, workload: Workload) -> ClosedForm | None:
     if isinstance(strategy, BandedToeplitz) and strategy.normalize_columns:
         if workload.inverse_columns is None:
             return None
-        return toeplitz_error(strategy.coefficients, workload, normalize=True)
+        return _if_conditioned(toeplitz_error(strategy.coefficients, workload, normalize=True), strategy)
     theta = strategy.toeplitz()
-    return None if theta is None else toeplitz_error(theta, workload, normalize=False)
+    if theta is None:
+        return None
+    return _if_conditioned(toeplitz_error(theta, workload, normalize=False), strategy)
+
+
+def _if_conditioned(error: ToeplitzError | SettledError, strategy: Strategy) -> ClosedForm | None:
+    """The closed form, unless its last steps lose digits: the state is then more accurate.
+
+    Where the inverse itself has huge entries that cancel, no path has any digits to give.
+    """
+    theta = strategy.columns(0, 1)[0] if strategy.bands <= _SETTLED_BANDS else np.ones(1)
+    if _MOST_ENERGY < inverse_energy(theta) < math.inf or error.growth > _MOST_GROWTH:
+        raise ValueError(
+            "strategy: its inverse is not stable, or has entries so large that its error is lost to rounding; use "
+            "coefficients that fall from the diagonal on, or fewer steps"
+        )
+    cheap_elsewhere = strategy.bands <= _LARGEST_STATE
+    return error if error.condition <= WORST_CONDITION * (1 if cheap_elsewhere else 3) else None
 
 
 def toeplitz_error(theta: FloatArray, workload: Workload, normalize: bool) -> ToeplitzError | SettledError:

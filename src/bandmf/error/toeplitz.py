@@ -11,6 +11,8 @@ one block of the covariance recursion (band_covariance.py) gives the rest. The c
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from scipy.linalg import toeplitz as toeplitz_matrix
 from scipy.signal import oaconvolve
@@ -61,6 +63,17 @@ class ToeplitzError:
         product = band_columns.product(self.columns.compact, self.inverse)
         self.block = BandCovariance(product, None if self.start is None else self.start.matrix)
         self.tail = self.block.errors
+
+    @property
+    def growth(self) -> float:
+        """The largest term of the response, over its first."""
+        head = np.abs(self.response.head)
+        return float(head.max() / head[0]) if head[0] else math.inf
+
+    @property
+    def condition(self) -> float:
+        """How much rounding is amplified at the end, where the columns are normalized."""
+        return self.block.condition if self.normalize else 1.0
 
     def per_step(self) -> FloatArray:
         """The errors of all steps."""

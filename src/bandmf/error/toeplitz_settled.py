@@ -31,7 +31,8 @@ from bandmf.error.toeplitz import NormalizedColumns, ToeplitzError
 from bandmf.workloads import Workload
 
 SMALLEST = 1 << 22  # steps from which the closed forms are used: below, the response itself is as quick
-_SETTLED = 200  # times its mean age that e has died out in, to far below rounding
+_SETTLED = 40  # every mode of e must have shrunk by exp(-_SETTLED)
+_MOST_ENERGY = 1e4  # of 1 / theta(z); where its coefficients are large, their sums cancel and lose digits
 _STEP = 1e-3  # of the damping, relative to the mean age
 
 
@@ -68,6 +69,18 @@ def integral(theta: FloatArray, phi: FloatArray) -> Integral:
     return Integral(value, d_a, d_b)
 
 
+def inverse_energy(theta: FloatArray) -> float:
+    """theta_0^2 times the sum of squares of the series 1 / theta(z): one for theta = 1; infinite where unstable."""
+    energy, a = 1.0, theta
+    for k in range(len(theta) - 1, 0, -1):
+        reflection = float(a[k] / a[0])
+        if not abs(reflection) < 1:
+            return math.inf
+        energy /= 1 - reflection**2
+        a = a[:k] - reflection * a[:0:-1]
+    return energy
+
+
 def _adjoint(a: FloatArray, b: FloatArray, d_a: FloatArray, d_b: FloatArray) -> tuple[FloatArray, FloatArray]:
     """The derivatives at one level from those at the level below it."""
     k = len(a) - 1
@@ -100,12 +113,13 @@ class SettledToeplitz:
 
     @property
     def applies(self) -> bool:
-        """Whether e has died out long before the end."""
-        ages = [abs(aged) / abs(plain) for aged, plain in self._pairs() if plain]
-        return math.isfinite(self.squares) and all(_SETTLED * age < self.steps for age in ages)
-
-    def _pairs(self) -> tuple[tuple[float, float], ...]:
-        return (self.aged_squares, self.squares), (self.aged_total, self.total)
+        """Whether e has died out by the end, every mode of it, and nothing is lost to rounding."""
+        if not math.isfinite(self.squares) or inverse_energy(self.theta) > _MOST_ENERGY:
+            return False
+        grown = np.exp(
+            _SETTLED / self.steps * self._lags
+        )  # still stable: every mode shrinks by exp(-_SETTLED)
+        return math.isfinite(inverse_energy(self.theta * grown))
 
     def mean(self) -> float:
         """The mean squared error."""
@@ -184,6 +198,7 @@ class SettledError:
         bands = len(theta) if normalize else 1
         self.steps, self.head = workload.steps, SettledToeplitz(theta, workload.steps - (bands - 1))
         self.applies, self.tail = self.head.applies, np.zeros(0)
+        self.condition = self.growth = 1.0
         if self.applies and bands > 1:
             self.tail = self._normalized_tail(theta, workload)
 
@@ -195,7 +210,9 @@ class SettledError:
         start = toeplitz(self.head.lag_sums(first, size)) + earlier @ earlier.T
         columns = NormalizedColumns(theta, self.steps - first).compact
         product = band_columns.product(columns, workload.inverse_columns(first, self.steps))
-        return BandCovariance(product, start).errors
+        block = BandCovariance(product, start)
+        self.condition = block.condition
+        return block.errors
 
     def per_step(self) -> FloatArray:
         """As many numbers as steps, so the settling is followed after all."""

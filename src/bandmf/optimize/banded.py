@@ -15,8 +15,8 @@ import numpy as np
 from bandmf import _check, band_columns, workloads
 from bandmf._deprecated import once_positional
 from bandmf._types import FloatArray
-from bandmf.error import WORST_CONDITION, per_step_error
-from bandmf.error.band_covariance import BandCovariance
+from bandmf.error import per_step_error
+from bandmf.error.band_covariance import WORST_CONDITION, BandCovariance
 from bandmf.optimize import arguments
 from bandmf.optimize.certificate import lower_bound, optimality_gap
 from bandmf.optimize.descent import Descent, Outcome, Watcher, descend
@@ -234,7 +234,7 @@ class _Search:
 
 def _require_condition(columns: FloatArray, loss: NormalizedLoss, workload: Workload) -> None:
     """Refuse workloads on which the banded recursion loses its digits."""
-    if BandCovariance(band_columns.product(columns, loss.inverse)).condition > 10 * WORST_CONDITION:
+    if BandCovariance(band_columns.product(columns, loss.inverse)).condition > 30 * WORST_CONDITION:
         raise ValueError(
             f"workload={workload.name!r}: its learning rates fall and rise again so steeply that a banded strategy "
             "cannot be optimized for it accurately; use optimize.dense for up to a few thousand steps, or rates that "

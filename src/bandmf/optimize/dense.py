@@ -252,7 +252,7 @@ def last_step(row: FloatArray, classes: Classes, gap: float) -> Found:
     """
     k, size = classes.epochs, np.abs(row[classes.steps])
     least = float(size.sum(axis=1).max()) ** 2 / k
-    mixed = min(gap, 0.5)
+    mixed = min(max(gap, 1e-10), 0.5)
     even = np.full_like(size, 1.0)
     shares = classes.shares(np.where(size.sum(axis=1, keepdims=True) > 0, size, even))
     shares = (1 - mixed / 2) * shares + mixed / 2 * classes.shares(even)

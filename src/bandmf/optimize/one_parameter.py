@@ -52,21 +52,29 @@ def inverse_plus_constant(
     arguments.require_toeplitz(workload, normalize)
     root = math.sqrt(arguments.disjoint_count(participation, steps, bands, normalize))
 
-    def coefficients(log_c: float) -> FloatArray:
-        theta = 1 / np.arange(1, bands + 1) + math.exp(log_c)
+    def coefficients(c: float) -> FloatArray:
+        theta = 1 / np.arange(1, bands + 1) + c
         return theta / np.linalg.norm(theta)
 
-    def error(log_c: float) -> ClosedForm:
-        return toeplitz_error(coefficients(log_c), workload, normalize)
+    def error(c: float) -> ClosedForm:
+        return toeplitz_error(coefficients(c), workload, normalize)
 
-    def squared(log_c: float) -> float:
-        return error(log_c).maximum() if largest else error(log_c).mean()
+    def squared(c: float) -> float:
+        with np.errstate(all="ignore"):
+            try:
+                value = error(c).maximum() if largest else error(c).mean()
+            except ValueError:  # so close to instability that its error is out of reach
+                return math.inf
+        return value if value > 0 else math.inf
 
-    found = _search(squared, np.log(np.geomspace(1e-5, 1e4, 37)), 1e-9)
-    log_c = float(found.x[0])
-    found.detail = f"theta_i = 1/i + {math.exp(log_c):.6g}"
-    strategy = BandedToeplitz(coefficients(log_c), steps, normalize)
-    mean = root * math.sqrt(error(log_c).mean())
+    grid = np.append(0.0, np.geomspace(1e-5, 1e4, 37))
+    if not workload.is_prefix:  # workloads that forget may want a negative constant
+        grid = np.append(-np.geomspace(0.9, 1e-5, 21), grid)
+    found = _search(squared, grid, 1e-9)
+    c = float(found.x[0])
+    found.detail = f"theta_i = 1/i {'+' if c >= 0 else '-'} {abs(c):.6g}"
+    strategy = BandedToeplitz(coefficients(c), steps, normalize)
+    mean = root * math.sqrt(error(c).mean())
     return Solution.of(strategy, mean, found, clock, objective=root * math.sqrt(found.loss))
 
 
@@ -101,7 +109,9 @@ def lti(
     undamped = value(-math.inf)
     damping = math.exp(found.x[0])
     if undamped <= found.loss:
-        damping, found.loss = 0.0, undamped
+        damping, found.loss, found.outcome = 0.0, undamped, Outcome.CONVERGED
+    elif damping == 1:  # independent noise: nothing lies beyond
+        found.outcome = Outcome.CONVERGED
     found.detail = f"damping={damping:.3g}"
     strategy = strategies.lti(steps, damping)
     mean = rmse(strategy, workload=workload, participation=participation)
@@ -113,7 +123,9 @@ def _search(value: Callable[[float], float], grid: FloatArray, tolerance: float)
     values = [value(point) for point in grid]
     middle = int(np.argmin(values))
     low, high = grid[max(0, middle - 1)], grid[min(len(grid) - 1, middle + 1)]
-    best = minimize_scalar(value, bounds=(low, high), method="bounded", options={"xatol": tolerance})
+    bounds, finest = (float(low), float(high)), tolerance * min(1.0, float(high - low))
+    best = minimize_scalar(value, bounds=bounds, method="bounded", options={"xatol": finest})
     point, lowest = (best.x, best.fun) if best.fun <= values[middle] else (grid[middle], values[middle])
-    outcome = Outcome.CONVERGED if best.success else Outcome.STALLED
+    at_the_end = point in (grid[0], grid[-1]) and point != 0
+    outcome = Outcome.CONVERGED if best.success and not at_the_end else Outcome.STALLED
     return Descent(np.array([point]), float(lowest), len(grid) + int(best.nfev), outcome)
