@@ -22,17 +22,14 @@ from scipy.signal import fftconvolve
 from bandmf._types import FloatArray
 from bandmf.error.band_covariance import WORST_CONDITION
 from bandmf.error.toeplitz import ToeplitzError
-from bandmf.error.toeplitz_response import Response
+from bandmf.error.toeplitz_response import MOST_PEAK, Response, inverse_peak
 from bandmf.error.toeplitz_settled import SMALLEST, SettledError, inverse_energy
 from bandmf.strategies import BandedInverse, BandedToeplitz, BufferedToeplitz, OnlineTree, Stamped, Strategy
 from bandmf.streaming import Matrices, compose, impulse_response, mean_running_norm, squared_norm, state_space
 from bandmf.workloads import Workload, prefix
 
 _SETTLED_BANDS = 4096  # beyond, matrices of bands x bands cost more than following the response
-_MOST_ENERGY, _MOST_GROWTH = (
-    1e6,
-    1e8,
-)  # of the inverse of theta, and of its response: beyond, their sums cancel
+_MOST_GROWTH = 1e8  # of the response, over its first term
 _LARGEST_STATE = 64  # a Toeplitz workload with more coefficients than this is better treated by its response
 
 
@@ -75,7 +72,8 @@ def _if_conditioned(error: ToeplitzError | SettledError, strategy: Strategy) -> 
     Where the inverse itself has huge entries that cancel, no path has any digits to give.
     """
     theta = strategy.columns(0, 1)[0] if strategy.bands <= _SETTLED_BANDS else np.ones(1)
-    if _MOST_ENERGY < inverse_energy(theta) < math.inf or error.growth > _MOST_GROWTH:
+    stable = math.isfinite(inverse_energy(theta))
+    if error.growth > _MOST_GROWTH or (stable and inverse_peak(theta, strategy.steps) > MOST_PEAK):
         raise ValueError(
             "strategy: its inverse is not stable, or has entries so large that its error is lost to rounding; use "
             "coefficients that fall from the diagonal on, or fewer steps"

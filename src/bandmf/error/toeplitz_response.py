@@ -22,6 +22,7 @@ from bandmf.workloads import Workload
 # then adds less than 1e-10 relatively, since more terms follow than it took to settle.
 _SETTLED = 1e-10
 _MOST_TERMS = 2**27
+MOST_PEAK = 100.0  # of the inverse of theta; beyond, sums over its response cancel
 _PIECE = 8192  # below the length from which BLAS starts threads for a dot product
 _FFT_PAYS = 256  # bands from which power-series division by FFT beats the direct recursion
 
@@ -137,6 +138,14 @@ def inverse_series(theta: FloatArray, count: int) -> FloatArray:
         correction[: len(inverse)] += 2 * inverse
         inverse = correction
     return inverse
+
+
+def inverse_peak(theta: FloatArray, steps: int) -> float:
+    """The largest coefficient of 1 / theta(x), over its first: where it is large, sums over the response cancel."""
+    impulse = np.eye(1, min(steps, 64 * len(theta) + 256))[0]
+    with np.errstate(over="ignore", invalid="ignore"):
+        series = np.abs(lfilter([1.0], theta, impulse))
+    return float(np.nan_to_num(series, nan=np.inf).max() / series[0])
 
 
 def chain_to_theta(

@@ -28,11 +28,11 @@ from bandmf import band_columns
 from bandmf._types import FloatArray
 from bandmf.error.band_covariance import BandCovariance
 from bandmf.error.toeplitz import NormalizedColumns, ToeplitzError
+from bandmf.error.toeplitz_response import MOST_PEAK, inverse_peak
 from bandmf.workloads import Workload
 
 SMALLEST = 1 << 22  # steps from which the closed forms are used: below, the response itself is as quick
 _SETTLED = 40  # every mode of e must have shrunk by exp(-_SETTLED)
-_MOST_ENERGY = 1e4  # of 1 / theta(z); where its coefficients are large, their sums cancel and lose digits
 _STEP = 1e-3  # of the damping, relative to the mean age
 
 
@@ -114,7 +114,7 @@ class SettledToeplitz:
     @property
     def applies(self) -> bool:
         """Whether e has died out by the end, every mode of it, and nothing is lost to rounding."""
-        if not math.isfinite(self.squares) or inverse_energy(self.theta) > _MOST_ENERGY:
+        if not math.isfinite(self.squares) or inverse_peak(self.theta, self.steps) > MOST_PEAK:
             return False
         grown = np.exp(
             _SETTLED / self.steps * self._lags
