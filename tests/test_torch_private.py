@@ -649,10 +649,20 @@ def test_something_else_in_place_of_a_plan_gets_one_sentence():
 
 def test_the_engine_of_a_run_keeps_to_the_memory_of_its_plan():
     budget = {"epsilon": 8, "delta": 1e-5, "examples": 400, "batch_size": 20, "steps": 24}
-    count = sum(p.numel() for p in small_model().parameters())
+    model = nn.Sequential(nn.Linear(8, 64, bias=False), nn.Tanh(), nn.Linear(64, 3, bias=False))
+    count = sum(p.numel() for p in model.parameters())
     plan = bandmf.plan(**budget, bands=16, parameters=count, memory=4 * count * 17, device="cpu")
-    schedule = private_run(plan).stepper.engine.schedule
+    schedule = private_run(plan, dtype=None, model=model).stepper.engine.schedule
     assert (schedule.slots, schedule.lookahead) == (15, 2)
+
+
+def test_a_model_of_many_tiny_tensors_does_not_pass_the_memory_limit_unnoticed():
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(40)], nn.Linear(2, 3))
+    count = sum(p.numel() for p in model.parameters())
+    budget = {"epsilon": 8, "delta": 1e-5, "examples": 400, "batch_size": 20, "steps": 24}
+    plan = bandmf.plan(**budget, bands=12, parameters=count, memory=4 * count * 12, device="cpu")
+    with pytest.raises(ValueError, match="each of its many small tensors is padded"):
+        private_run(plan, dtype=None, model=model, data=small_data(400, features=2))
 
 
 def test_the_old_name_of_steps_taken_still_works_with_a_warning():

@@ -26,6 +26,8 @@ from bandmf.torch.training.optimizer import PrivateOptimizer, PrivateScheduler
 from bandmf.torch.training.ranks import Ranks
 from bandmf.torch.training.step import Stepper
 
+_MOST_PADDING = 1.25  # times the memory limit
+
 
 def make_private(
     model: nn.Module,
@@ -95,6 +97,7 @@ def make_private(
     world = ranks.world if ranks.sharded else None
     clip = make_clipping(clipping, model, parameters, clip_norm, per_layer, loss_reduction, world)
     stepper = Stepper(plan, key, batches, parameters, clip_norm, clip, ranks)
+    _check_allocated(plan, stepper)
     provenance = {
         "plan": plan.digest, "steps": plan.steps, "key": key.fingerprint, "clip_norm": clip_norm,
         "per_layer": bool(per_layer), "sampler": batches.provenance, "examples": batches.examples,
@@ -227,6 +230,19 @@ def _check_memory(plan: Plan, parameters: dict[str, nn.Parameter], ranks: Ranks)
             "plan.devices",
             plan.devices,
             f"the noise is shared by {ranks.world} ranks, so it needs more memory",
+        )
+
+
+def _check_allocated(plan: Plan, stepper: Stepper) -> None:
+    """Many tiny tensors are padded to more than they hold: that must not pass the plan's limit by much."""
+    vectors = [executor.vectors for executor in stepper.noise.executors.values()]
+    held = sum(each.history.nbytes + each.prepared.nbytes for each in vectors)
+    if plan.memory_limit is not None and held > _MOST_PADDING * plan.memory_limit:
+        raise _check.fail(
+            "plan.memory_limit",
+            plan.memory_limit,
+            f"the noise of this model takes {held} bytes, as each of its many small tensors is padded",
+            "plan with fewer bands, or a larger memory=",
         )
 
 
