@@ -2,43 +2,53 @@
 
 from __future__ import annotations
 
+import warnings
+
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from bandmf import _check
-from bandmf.torch.clipping.common import Clipping, Parameters, refuse_wrong_norms
-from bandmf.torch.clipping.ghost import Ghost
-from bandmf.torch.clipping.hooks import PerExample
+from bandmf._deprecated import warn
+from bandmf.torch.clipping.bookkeeping import Bookkeeping
+from bandmf.torch.clipping.contributions import Outer, Rows
+from bandmf.torch.clipping.protocol import Clipping, Parameters
+from bandmf.torch.clipping.refusals import UnsupportedError, refuse_mixing, refuse_shared_memory
+from bandmf.torch.clipping.rules import rule
 
-__all__ = ["Clipping", "Ghost", "Parameters", "PerExample", "make_clipping"]
+__all__ = ["Bookkeeping", "Clipping", "Outer", "Parameters", "Rows", "make_clipping", "rule"]
+
+MODES = ("auto", "bookkeeping", "hooks", "functorch", "ghost")
 
 
 def make_clipping(
-    mode: str,
-    model: nn.Module,
-    parameters: Parameters,
-    clip_norm: float,
-    per_layer: bool,
-    loss_reduction: str,
-    world: int | None,
+    mode: str, model: nn.Module, parameters: Parameters, clip_norm: float, per_layer: bool
 ) -> Clipping:
-    """The clipping for a mode; `world` is the number of shards of an FSDP2 model, else None."""
-    _check.choice("clipping", mode, ("hooks", "functorch", "ghost"))
-    _check.choice("loss_reduction", loss_reduction, ("mean", "sum"))
-    if world is not None and mode != "ghost":
-        raise _check.fail(
-            "clipping", mode, "with FSDP2 must be 'ghost': Opacus has no other clipping of shards"
-        )
-    if per_layer and mode == "ghost":
-        raise _check.fail(
-            "per_layer", per_layer, "is not in Opacus's ghost clipping", "use clipping='hooks' or 'functorch'"
-        )
-    if loss_reduction == "sum" and mode == "ghost":
-        raise _check.fail(
-            "loss_reduction",
-            loss_reduction,
-            "has no meaning with clipping='ghost', which has one loss per example",
-        )
-    refuse_wrong_norms(mode, model)
+    """The clipping for a mode."""
+    _check.choice("clipping", mode, MODES)
     if mode == "ghost":
-        return Ghost(model, parameters, clip_norm, world)
-    return PerExample(model, parameters, clip_norm, per_layer, mode == "functorch", loss_reduction)
+        warn("clipping='ghost'", "clipping='bookkeeping'")
+        mode = "bookkeeping"
+    sharded = any(isinstance(parameter, DTensor) for parameter in parameters.values())
+    if sharded and mode in ("hooks", "functorch"):
+        raise _check.fail(
+            "clipping", mode, "with FSDP2 must be 'bookkeeping': Opacus cannot clip shards in this way"
+        )
+    refuse_mixing(model)
+    refuse_shared_memory(model)
+    if mode in ("auto", "bookkeeping"):
+        try:
+            return Bookkeeping(model, parameters, clip_norm, per_layer)
+        except UnsupportedError as reason:
+            if mode == "bookkeeping" or sharded:
+                raise
+            warnings.warn(f"clipping='auto': Opacus's hooks clip this model, since {reason}", stacklevel=4)
+    return by_hooks(model, parameters, clip_norm, per_layer, mode == "functorch")
+
+
+def by_hooks(
+    model: nn.Module, parameters: Parameters, clip_norm: float, per_layer: bool, functorch: bool = False
+) -> Clipping:
+    """Clipping through Opacus, which is imported only here."""
+    from bandmf.torch.clipping.hooks import PerExample
+
+    return PerExample(model, parameters, clip_norm, per_layer, functorch)

@@ -34,7 +34,8 @@ KEPT = 2
 def state_dict(private: Private, copy: bool = True) -> dict[str, Any]:
     """All that a restart needs, the key excepted; with `copy=False` the noise shares the run's memory."""
     stepper = private.stepper
-    model, optimizer = get_state_dict(private.model, private.optimizer.original)
+    with private.optimizer.permitted():
+        model, optimizer = get_state_dict(private.model, private.optimizer.original)
     scheduler = None if private.scheduler is None else private.scheduler.state_dict()
     return {
         "model": model,
@@ -61,12 +62,13 @@ def load_state_dict(private: Private, state: dict[str, Any]) -> None:
     stepper.ranks.on_first(lambda: stepper.recorded.expect(state["step"], state["ledger"]))
     stepper.abandon()
     stepper.noise = stepper.engine.load_state_dict(stepper.noise, state["noise"])
-    set_state_dict(
-        private.model,
-        private.optimizer.original,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-    )
+    with private.optimizer.permitted():
+        set_state_dict(
+            private.model,
+            private.optimizer.original,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
     if private.scheduler is not None:
         private.scheduler.load_state_dict(state["scheduler"])
     if (

@@ -51,6 +51,8 @@ class Loader:
         stepper.abandon()
         end = min(stepper.plan.steps, (stepper.steps_taken // self.epoch_steps + 1) * self.epoch_steps)
         streams = isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__getitem__")
+        if stepper.steps_taken < end:
+            yield from self._rehearse(streams)
         source = (self._from_stream if streams else self._from_map)(stepper.steps_taken, end)
         for piece in self.pieces(stepper.steps_taken, end):
             stepper.check_consumed()
@@ -61,6 +63,23 @@ class Loader:
             yield data
         stepper.check_consumed()
         self.before_step(end)
+
+    def _rehearse(self, streams: bool) -> Iterator[Any]:
+        """The batches of the self-test, before the first step that this process takes."""
+        stepper, test = self._stepper, self._stepper.self_test
+        if test is None or test.passed:
+            return
+        batch = stepper.sampler.batch(stepper.steps_taken)
+        share = batch[stepper.ranks.rank :: stepper.ranks.world].tolist()
+        chosen = test.choose(share, stepper.sampler.examples)
+        examples = self._search(set(chosen)) if streams else _fetch(self.dataset, chosen)
+        collate = self._options.get("collate_fn") or default_collate
+        for rehearsal in test.rehearsals(len(chosen)):
+            data = collate([examples[chosen[member]] for member in rehearsal.members])
+            own = tuple(chosen[member] for member in rehearsal.members)
+            stepper.begin(Piece(stepper.steps_taken, own, 0, False, False, batch, rehearsal))
+            yield data
+            stepper.check_consumed()
 
     def _from_map(self, begin: int, end: int) -> Iterator[Any]:
         """By torch's DataLoader. Batches are pure functions of the step, so workers may load ahead of the run."""
@@ -85,18 +104,23 @@ class Loader:
         for first in range(begin, end, window):
             pieces = list(self.pieces(first, min(first + window, end)))
             wanted = {index for piece in pieces for index in piece.indices}
-            found = {}
-            for index, example in self.dataset:
-                if index in wanted:
-                    found[int(index)] = example
-                if len(found) == len(wanted):
-                    break
-            if missing := wanted - found.keys():
-                raise _check.fail(
-                    "index", min(missing), "is not in the stream", "it must give all of 0 .. examples-1"
-                )
+            found = self._search(wanted)
             for piece in pieces:
                 yield collate([found[index] for index in piece.indices])
+
+    def _search(self, wanted: set[int]) -> dict[int, Any]:
+        """These examples of the stream."""
+        found: dict[int, Any] = {}
+        for index, example in self.dataset:
+            if index in wanted:
+                found[int(index)] = example
+            if len(found) == len(wanted):
+                break
+        if missing := wanted - found.keys():
+            raise _check.fail(
+                "index", min(missing), "is not in the stream", "it must give all of 0 .. examples-1"
+            )
+        return found
 
     def pieces(self, begin: int, end: int) -> Iterator[Piece]:
         """The physical batches of these steps on this rank."""
@@ -110,6 +134,13 @@ class Loader:
             for number in range(count):
                 own = share[number * size : (number + 1) * size]
                 yield Piece(step, tuple(own or [0]), len(own), number == 0, number == count - 1, batch)
+
+
+def _fetch(dataset: Any, indices: list[int]) -> dict[int, Any]:
+    """As torch's DataLoader does it: all at once where the data set can."""
+    if hasattr(dataset, "__getitems__"):
+        return dict(zip(indices, dataset.__getitems__(indices), strict=True))
+    return {index: dataset[index] for index in indices}
 
 
 class _IndexLists:

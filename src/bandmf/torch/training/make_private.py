@@ -18,12 +18,13 @@ from bandmf.ledger import Ledger
 from bandmf.planning import Plan
 from bandmf.randomness.key import Key
 from bandmf.sampling import sampler
-from bandmf.torch.clipping import Ghost, make_clipping
-from bandmf.torch.clipping.ghost import GhostCriterion
+from bandmf.torch.clipping import make_clipping
+from bandmf.torch.losses import ExampleCriterion, mean_or_sum
 from bandmf.torch.training import checkpoint
 from bandmf.torch.training.loader import Loader, from_loader
 from bandmf.torch.training.optimizer import PrivateOptimizer, PrivateScheduler
 from bandmf.torch.training.ranks import Ranks
+from bandmf.torch.training.self_test import SelfTest
 from bandmf.torch.training.step import Stepper
 
 _MOST_PADDING = 1.25  # times the memory limit
@@ -38,7 +39,7 @@ def make_private(
     clip_norm: float,
     key: Key | None = None,
     physical_batch_size: int | None = None,
-    clipping: str = "hooks",
+    clipping: str = "auto",
     per_layer: bool = False,
     loss_reduction: str = "mean",
     criterion: Callable[..., Any] | None = None,
@@ -47,6 +48,7 @@ def make_private(
     loader_options: Mapping[str, Any] | None = None,
     run_folder: str | Path | None = None,
     save_every: int | None = None,
+    self_test: bool = True,
 ) -> Private:
     """Drop-in model, optimizer and loader for a training loop whose result is private as the plan says.
 
@@ -94,9 +96,11 @@ def make_private(
         raise ValueError(
             "plan: its events are not those of its batches; make a new plan with bandmf.plan(...)"
         )
-    world = ranks.world if ranks.sharded else None
-    clip = make_clipping(clipping, model, parameters, clip_norm, per_layer, loss_reduction, world)
-    stepper = Stepper(plan, key, batches, parameters, clip_norm, clip, ranks)
+    _check.choice("loss_reduction", loss_reduction, ("mean", "sum"))
+    clip = make_clipping(clipping, model, parameters, clip_norm, per_layer)
+    mean_loss = loss_reduction == "mean"
+    stepper = Stepper(plan, key, batches, parameters, clip_norm, clip, mean_loss, model, ranks)
+    stepper.self_test = SelfTest(model, stepper) if self_test else None
     _check_allocated(plan, stepper)
     provenance = {
         "plan": plan.digest, "steps": plan.steps, "key": key.fingerprint, "clip_norm": clip_norm,
@@ -126,9 +130,9 @@ class Private:
         self.model, self.loader, self.plan, self.stepper = model, loader, stepper.plan, stepper
         self.optimizer = PrivateOptimizer(optimizer, stepper)
         self.scheduler = None if scheduler is None else PrivateScheduler(scheduler, stepper)
-        if criterion is not None and isinstance(stepper.clipping, Ghost):
-            criterion = GhostCriterion(criterion, lambda: len(stepper.piece.indices), self.backward)
-        self.criterion = criterion
+        self.criterion = None
+        if criterion is not None:
+            self.criterion = ExampleCriterion(criterion, lambda: stepper.rows, stepper.mean_loss)
         self.folder = folder
 
     @property
@@ -157,11 +161,20 @@ class Private:
         return self.plan.spent_after(self.stepper.steps_released)
 
     def backward(self, losses: Tensor) -> None:
-        """The backward pass for one loss per example; ghost clipping without `criterion` needs it."""
-        clipping, piece = self.stepper.clipping, self.stepper.piece
-        if not isinstance(clipping, Ghost):
-            raise RuntimeError("private.backward(losses) is for clipping='ghost'; call loss.backward()")
-        clipping.backward(losses, len(piece.indices), piece.valid)
+        """The backward pass for one loss per example, such as those of bandmf.torch.losses."""
+        rows = len(self.stepper.piece.indices)
+        if losses.ndim != 1 or len(losses) != rows:
+            raise _check.fail(
+                "losses.shape", tuple(losses.shape), f"must be ({rows},): one loss for each example"
+            )
+        mean_or_sum(losses, self.stepper.mean_loss).backward()
+
+    def non_finite_examples(self) -> int:
+        """How often an example had a gradient that is not finite, and counted nothing, on this rank.
+
+        The number depends on the data and has no noise: look at it, but do not publish it.
+        """
+        return int(self.stepper.left_out)
 
     def state_dict(self) -> dict[str, Any]:
         """All that a restart needs, the key excepted."""
@@ -195,8 +208,9 @@ class Private:
         return self.folder
 
     def close(self) -> None:
-        """Take Opacus's hooks off the model, and let go of the ledger."""
+        """Take the hooks off model and optimizer, and let go of the ledger."""
         self.stepper.clipping.remove()
+        self.optimizer.release()
         if self.stepper.ledger is not None:
             self.stepper.ledger.close()
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from bandmf.torch.training.step import Stepper
+
+# Its newer way tells an optimizer the scale but gives no hold on how it changes.
+warnings.filterwarnings(
+    "ignore", message="GradScaler is going to stop passing itself", category=FutureWarning
+)
+
+_FOREVER = 2**31 - 1
 
 
 class PrivateOptimizer(torch.optim.Optimizer):
@@ -17,29 +26,58 @@ class PrivateOptimizer(torch.optim.Optimizer):
     lets the wrapped optimizer take its step. `stepped` says whether it did.
     """
 
+    _step_supports_amp_scaling = True  # GradScaler then leaves gradients and skipping of steps to `step`
+
     def __init__(self, original: torch.optim.Optimizer, stepper: Stepper) -> None:
         # Optimizer.__init__ is not called: groups, state and hooks are those of the original.
         self.original, self._stepper = original, stepper
+        self._permitted = False
+        self._guard = original.register_step_pre_hook(self._refuse_foreign)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("original", "_stepper"):
+        if name in ("original", "_stepper", "_permitted", "_guard"):
             raise AttributeError(name)
         return getattr(self.original, name)
+
+    @contextmanager
+    def permitted(self) -> Iterator[None]:
+        """Where the original optimizer may step: here, with private gradients, and nowhere else."""
+        self._permitted = True
+        try:
+            yield
+        finally:
+            self._permitted = False
+
+    def _refuse_foreign(self, *_: Any) -> None:
+        if not self._permitted:
+            raise RuntimeError(
+                "optimizer.step() of the optimizer that was given to make_private: its update would have no noise; "
+                "call private.optimizer.step()"
+            )
+
+    def release(self) -> None:
+        """Let the original optimizer go, as it was."""
+        self._guard.remove()
 
     @property
     def stepped(self) -> bool:
         """Whether the last call of `step` completed a logical step."""
         return self._stepper.stepped
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One physical batch; the wrapped optimizer steps when the logical batch is complete."""
+    def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: Any = None) -> Any:
+        """One physical batch; the wrapped optimizer steps when the logical batch is complete.
+
+        torch's GradScaler gives itself as `grad_scaler`: its scale is taken out before clipping, and never changes, as
+        one that follows the gradients would depend on the data.
+        """
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
         self._refuse_unprotected()
-        if self._stepper.consume():
-            self.original.step()
+        if self._stepper.consume(1.0 if grad_scaler is None else _fix_scale(grad_scaler, self)):
+            with self.permitted():
+                self.original.step()
         return result
 
     def _refuse_unprotected(self) -> None:
@@ -65,6 +103,13 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"PrivateOptimizer({self.original!r})"
+
+
+def _fix_scale(scaler: Any, optimizer: PrivateOptimizer) -> float:
+    """The scale of a GradScaler, which from now on stays: no overflow is reported, no growth is due."""
+    scaler.set_growth_interval(_FOREVER)
+    scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {"none": torch.zeros(())}
+    return float(scaler.get_scale())
 
 
 class PrivateScheduler:

@@ -6,13 +6,15 @@ Guarantees:
 - noise is added exactly once per step, and only after the ledger has the step on the disk;
 - only batches of the plan's sampler are used, each exactly once; skipping one (which would depend on the data)
   is an error;
-- a parameter that was frozen at the start and gets a gradient later is refused.
+- a parameter that was frozen at the start and gets a gradient later is refused;
+- nothing of the model changes between the start of a batch and its step.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -20,9 +22,11 @@ from bandmf.ledger import Ledger
 from bandmf.planning import Plan
 from bandmf.randomness.key import Key
 from bandmf.sampling import Indices, Sampler
-from bandmf.torch.clipping.common import Clipping
+from bandmf.torch.clipping.protocol import Clipping
+from bandmf.torch.clipping.watch import Watch
 from bandmf.torch.noise.engine import Engine
 from bandmf.torch.training.ranks import Ranks
+from bandmf.torch.training.self_test import Rehearsal, SelfTest
 from bandmf.torch.training.sums import Sums
 
 
@@ -36,6 +40,7 @@ class Piece:
     first: bool
     last: bool
     batch: Indices  # all examples of the step, on all ranks
+    rehearsal: Rehearsal | None = None  # a batch of the self-test, of which nothing is kept
 
 
 class Stepper:
@@ -49,10 +54,15 @@ class Stepper:
         parameters: dict[str, nn.Parameter],
         clip_norm: float,
         clipping: Clipping,
+        mean_loss: bool,
+        model: nn.Module,
         ranks: Ranks,
     ) -> None:
         self.plan, self.sampler, self.ranks, self.clipping = plan, sampler, ranks, clipping
-        self.parameters = parameters
+        self.parameters, self.mean_loss = parameters, mean_loss
+        self.watch = Watch(model)
+        self.self_test: SelfTest | None = None
+        self.left_out = torch.zeros((), dtype=torch.int64)  # examples whose gradient was not finite
         self.scale = clip_norm * plan.noise_scale
         self.engine = Engine(
             plan.strategy, key, group=ranks.group, check_finite=False, max_vectors=plan.max_vectors
@@ -85,6 +95,11 @@ class Stepper:
             )
         return self._piece
 
+    @property
+    def rows(self) -> int | None:
+        """The examples of the batch at hand; None between batches."""
+        return None if self._piece is None else len(self._piece.indices)
+
     def begin(self, piece: Piece) -> None:
         """Take the next physical batch from the loader."""
         self.check_consumed()
@@ -94,7 +109,14 @@ class Stepper:
             )
         if piece.first:
             self.sums.clear()
+        if piece.first or piece.rehearsal:
+            self.watch.begin()
         self.clipping.clear()
+        if piece.rehearsal is None:
+            self.clipping.record(len(piece.indices))
+        else:
+            assert self.self_test is not None
+            self.self_test.begin(piece.rehearsal)
         self._piece = piece
 
     def check_consumed(self) -> None:
@@ -113,23 +135,35 @@ class Stepper:
     def abandon(self) -> None:
         """Forget an accumulation that was not finished; nothing of it was released."""
         self._piece, self._partial = None, False
+        self.clipping.record(None)
 
-    def consume(self) -> bool:
-        """Clip and add up the batch; when its step is complete, release it into the `.grad`s and return True."""
+    def consume(self, loss_scale: float = 1.0) -> bool:
+        """Clip and add up the batch; when its step is complete, release it into the `.grad`s and return True.
+
+        `loss_scale` is what the loss was multiplied by before its backward pass.
+        """
         piece = self.piece
-        # Per-example gradients stay until the next batch: freed here, in a row, their memory would go back to the
-        # operating system, and fetching it again costs a fifth of a step.
-        self.clipping.add_to(self.sums.views, len(piece.indices), piece.valid)
+        self.watch.check()
+        rows = len(piece.indices)
+        scale = (rows if self.mean_loss else 1) / loss_scale
+        if piece.rehearsal is not None:
+            assert self.self_test is not None
+            self.self_test.observe(piece.rehearsal, scale)
+        else:
+            left_out = self.clipping.add_to(self.sums.views, rows, piece.valid, scale)
+            self.left_out = self.left_out.to(left_out.device) + left_out
+        self.clipping.record(None)
         if piece.last:
             self._release(piece)
         self.stepped = piece.last
-        self._piece, self._partial = None, not piece.last
+        self._piece, self._partial = None, not piece.last and piece.rehearsal is None
         return piece.last
 
     def _release(self, piece: Piece) -> None:
         self._record(piece)
         self.noise = self.engine.add(self.noise, self.sums.views, self.scale)
         self.ranks.sum(self.sums.flats)
+        self.clipping.clear()
         for name, parameter in self.parameters.items():
             parameter.grad = _like(parameter, self.sums.views[name] / self.plan.batch_size)
 

@@ -1,4 +1,8 @@
-"""The sums of clipped gradients: this rank's part of every parameter, in one stretch of memory per dtype."""
+"""The sums of clipped gradients: this rank's part of every parameter, in one stretch of memory per device.
+
+In float32, whatever the model's: half precision would lose the small gradients among many examples, and the last digits
+of a float64 sum would show through noise that has none so small.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +26,14 @@ class Sums:
 
     def __init__(self, parameters: Mapping[str, Tensor], secret: bytes) -> None:
         self._secret, self._weights = secret, dict[torch.device, Tensor]()
-        groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+        groups: dict[torch.device, list[str]] = {}
         for name, parameter in parameters.items():
-            # Half precision would lose the small ones among many examples.
-            dtype = torch.promote_types(parameter.dtype, torch.float32)
-            groups.setdefault((parameter.device, dtype), []).append(name)
+            groups.setdefault(parameter.device, []).append(name)
         self.flats: list[Tensor] = []
         self.views: dict[str, Tensor] = {}
-        for (device, dtype), names in groups.items():
+        for device, names in groups.items():
             shapes = {name: local(parameters[name]).shape for name in names}
-            flat = torch.zeros(sum(shape.numel() for shape in shapes.values()), device=device, dtype=dtype)
+            flat = torch.zeros(sum(shape.numel() for shape in shapes.values()), device=device)
             pieces = flat.split([shape.numel() for shape in shapes.values()])
             self.views |= {name: piece.view(shapes[name]) for name, piece in zip(names, pieces, strict=True)}
             self.flats.append(flat)

@@ -1,0 +1,53 @@
+"""Layers without a rule: the gradients of single examples by torch.func, for that layer alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad, vmap
+from torch.utils import _pytree as pytree
+
+from bandmf.torch.clipping.contributions import wide
+from bandmf.torch.clipping.recording import Layer
+
+
+class Call:
+    """One call of a layer: what is needed to make it again, an example at a time.
+
+    Of its inputs, tensors whose first dimension counts the examples are cut; everything else is shared.
+    """
+
+    def __init__(self, layer: Layer, args: Any, kwargs: Any, rows: int) -> None:
+        self.layer, self._rows = layer, rows
+        self._leaves, self._shape = pytree.tree_flatten((args, kwargs))
+        self._places = [n for n, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
+        self.tensors = [self._leaves[n].detach() for n in self._places]
+        for place in self._places:
+            self._leaves[place] = None  # saved by autograd, which may free or recompute it
+        device = self.tensors[0].device.type if self.tensors else "cpu"
+        self._autocast: tuple[str, torch.dtype, bool] = (
+            device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device),
+        )  # fmt: skip
+
+    def gradients(self, saved: tuple[Tensor, ...], gradient: Tensor, number: int) -> dict[str, Tensor]:
+        """(examples, *shape) for each parameter of the layer, from the gradient of one of its outputs."""
+        batch, module = self.layer.batch, self.layer.module
+        cut = [t.ndim > batch and t.shape[batch] == self._rows for t in saved]
+        parameters = {name: module.get_parameter(name).detach() for name in self.layer.names}
+
+        def loss(parameters: dict[str, Tensor], inputs: list[Tensor], gradient: Tensor) -> Tensor:
+            leaves = list(self._leaves)
+            for place, one, single in zip(self._places, inputs, cut, strict=True):
+                leaves[place] = one.unsqueeze(batch) if single else one
+            args, kwargs = pytree.tree_unflatten(leaves, self._shape)
+            output = functional_call(module, parameters, args, kwargs)
+            output = pytree.tree_flatten(output)[0][number]
+            return (output * gradient.unsqueeze(batch)).sum()
+
+        device, dtype, enabled = self._autocast
+        dims = (None, [batch if single else None for single in cut], batch)
+        with torch.autocast(device, dtype=dtype, enabled=enabled):
+            found = vmap(grad(loss), in_dims=dims, randomness="same")(parameters, list(saved), gradient)
+        return {name: each.to(wide(each.dtype)) for name, each in found.items()}

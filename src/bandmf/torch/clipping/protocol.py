@@ -1,0 +1,36 @@
+"""What training asks of a way of clipping."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+Parameters = dict[str, nn.Parameter]
+
+
+class Clipping(Protocol):
+    """Clips the gradients of the examples of a batch and adds them up.
+
+    `record(rows)` comes before the forward pass of a batch of so many examples (None: it is not to be clipped);
+    after the backward pass `add_to` adds the clipped gradients of the first `valid` examples to the sums.
+    """
+
+    @property
+    def half_precision(self) -> bool: ...
+    def record(self, rows: int | None) -> None: ...
+    def add_to(self, sums: dict[str, Tensor], rows: int, valid: int, scale: float) -> Tensor:
+        """`scale` times what autograd found is the gradient of an example; returns how many were not finite."""
+
+    def add_example(self, sums: dict[str, Tensor], rows: int, number: int, scale: float) -> Tensor:
+        """Add the gradient of one example, unclipped; returns its norm, as clipping sees it. For the self-test."""
+
+    def clear(self) -> None: ...
+    def remove(self) -> None: ...
+
+
+def clip_factors(norms: Tensor, limit: float, counted: Tensor) -> Tensor:
+    """What the gradients of these norms are multiplied by: at most limit / norm, and zero where not counted."""
+    shrunk = limit * (1 - 4 * torch.finfo(norms.dtype).eps)  # for the rounding of this very division
+    return torch.where(counted, (shrunk / norms).clamp(max=1.0), 0.0)

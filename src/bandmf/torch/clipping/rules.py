@@ -1,0 +1,170 @@
+"""How each kind of layer describes the gradients of single examples.
+
+A rule is a function of the layer, its input `a` and the gradient `g` of its output, both with the examples as
+first dimension; it returns a contribution for each of the layer's own parameters. A rule for a layer of your own:
+
+    >>> from torch import nn
+    >>> class Scale(nn.Module):
+    ...     def __init__(self, width):
+    ...         super().__init__()
+    ...         self.weight = nn.Parameter(torch.ones(width))
+    ...     def forward(self, x):
+    ...         return x * self.weight
+    >>> @rule(Scale)
+    ... def scale(layer, a, g):
+    ...     return {"weight": total(a * g)}
+    >>> rule_for(Scale(3)) is scale
+    True
+
+A rule that is wrong cannot break the bound, as norm and sum come from what it returns; that the gradient is right
+is checked by the self-test of the first batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bandmf.torch.clipping.contributions import Contribution, Outer, Patches, Rows, wide
+
+Rule = Callable[[Any, Tensor, Tensor], dict[str, Contribution]]
+
+_RULES: dict[type[nn.Module], Rule] = {}
+_SMALL = 1 << 20  # numbers; gradients of convolutions that are no more are written out for the sum too
+
+
+def rule(*kinds: type[nn.Module]) -> Callable[[Rule], Rule]:
+    """Register a rule for layers of these classes, and of subclasses that do not change `forward`."""
+
+    def register(function: Rule) -> Rule:
+        for kind in kinds:
+            _RULES[kind] = function
+        return function
+
+    return register
+
+
+def rule_for(layer: nn.Module) -> Rule | None:
+    """The rule of a layer, by its class or by its form; None if there is none."""
+    for kind in type(layer).__mro__:
+        if kind in _RULES and type(layer).forward is kind.forward:
+            return _RULES[kind]
+    if _is_rms_norm(layer):
+        return rms_norm
+    if type(layer).__name__ == "Conv1D" and hasattr(layer, "nf"):
+        return transposed_linear
+    return None
+
+
+def total(per_place: Tensor) -> Tensor:
+    """(examples, ..., features) added up over everything in between, in float32 or better."""
+    if per_place.ndim == 2:
+        return per_place.to(wide(per_place.dtype))
+    return per_place.sum(tuple(range(1, per_place.ndim - 1)), dtype=wide(per_place.dtype))
+
+
+def _bias(layer: nn.Module, gradients: Tensor) -> dict[str, Contribution]:
+    return {} if getattr(layer, "bias", None) is None else {"bias": gradients}
+
+
+@rule(nn.Linear)
+def linear(layer: Any, a: Tensor, g: Tensor) -> dict[str, Contribution]:
+    return {"weight": Outer(g, a), **_bias(layer, total(g))}
+
+
+def transposed_linear(layer: Any, a: Tensor, g: Tensor) -> dict[str, Contribution]:
+    """transformers' Conv1D, whose weight is (in, out)."""
+    return {"weight": Outer(a, g), **_bias(layer, total(g))}
+
+
+@rule(nn.Embedding)
+def embedding(layer: Any, a: Tensor, g: Tensor) -> dict[str, Contribution]:
+    g = g.reshape(len(a), -1, g.shape[-1])
+    indices = a.reshape(len(a), -1)
+    if layer.padding_idx is not None:
+        g = g.masked_fill((indices == layer.padding_idx)[:, :, None], 0)
+    return {"weight": Rows(indices, g)}
+
+
+@rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
+def convolution(layer: Any, a: Tensor, g: Tensor) -> dict[str, Contribution]:
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    patches = Patches(functional.pad(a, layer._reversed_padding_repeated_twice, mode=mode), g, layer)
+    shape = layer.weight.shape
+    weight: Contribution = patches
+    if layer.groups > 1:
+        weight = grouped(patches, shape)
+    elif len(a) * shape.numel() <= max(a.numel() + g.numel(), _SMALL):
+        weight = patches.write_out(shape)
+    return {"weight": weight, **_bias(layer, g.flatten(2).sum(2, dtype=wide(g.dtype)))}
+
+
+def grouped(patches: Patches, shape: torch.Size) -> Tensor:
+    """The gradients of a convolution in groups, which are small."""
+    groups = patches.layer.groups
+    found = []
+    for channels, g in zip(patches.input.chunk(groups, 1), patches.gradient.chunk(groups, 1), strict=True):
+        own = Patches(channels.contiguous(), g, patches.layer)
+        found.append(own.write_out(torch.Size((g.shape[1], *shape[1:]))))
+    return torch.cat(found, 1)
+
+
+@rule(nn.LayerNorm)
+def layer_norm(layer: Any, a: Tensor, g: Tensor) -> dict[str, Contribution]:
+    normal = functional.layer_norm(a, layer.normalized_shape, eps=layer.eps)
+    inner = len(layer.normalized_shape)
+
+    def added(product: Tensor) -> Tensor:
+        between = tuple(range(1, product.ndim - inner))
+        return product.sum(between, dtype=wide(product.dtype)) if between else product.to(wide(product.dtype))
+
+    return {"weight": added(g * normal), **_bias(layer, added(g))}
+
+
+@rule(nn.RMSNorm)
+def rms_norm(layer: Any, a: Tensor, g: Tensor) -> dict[str, Contribution]:
+    """Torch's, and those of transformers: weight * normal or (1 + weight) * normal."""
+    x = a.to(wide(a.dtype))
+    inner = tuple(range(x.ndim - layer.weight.ndim, x.ndim))
+    normal = x * torch.rsqrt(x.square().mean(inner, keepdim=True) + _epsilon(layer, a))
+    between = tuple(range(1, x.ndim - layer.weight.ndim))
+    product = g * normal
+    return {"weight": product.sum(between) if between else product}
+
+
+def _epsilon(layer: nn.Module, a: Tensor) -> float:
+    for name in ("variance_epsilon", "eps"):
+        if (value := getattr(layer, name, None)) is not None:
+            return float(value)
+    return torch.finfo(a.dtype).eps  # torch's own default
+
+
+def _is_rms_norm(layer: nn.Module) -> bool:
+    """Like Llama's, Qwen's, Gemma's and T5's: a module of that name with one vector of weights."""
+    name, own = type(layer).__name__, dict(layer.named_parameters())
+    known = name.endswith("RMSNorm") or name == "T5LayerNorm"
+    has_epsilon = any(hasattr(layer, attribute) for attribute in ("variance_epsilon", "eps"))
+    return known and has_epsilon and list(own) == ["weight"] and own["weight"].ndim == 1
+
+
+@rule(nn.GroupNorm)
+def group_norm(layer: Any, a: Tensor, g: Tensor) -> dict[str, Contribution]:
+    normal = functional.group_norm(a, layer.num_groups, eps=layer.eps)
+    return _by_channel(layer, normal, g)
+
+
+@rule(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+def instance_norm(layer: Any, a: Tensor, g: Tensor) -> dict[str, Contribution]:
+    """Without running statistics, which are refused elsewhere."""
+    return _by_channel(layer, functional.instance_norm(a, eps=layer.eps), g)
+
+
+def _by_channel(layer: nn.Module, normal: Tensor, g: Tensor) -> dict[str, Contribution]:
+    dtype = wide(g.dtype)
+    weight = (g * normal).flatten(2).sum(2, dtype=dtype) if g.ndim > 2 else (g * normal).to(dtype)
+    bias = g.flatten(2).sum(2, dtype=dtype) if g.ndim > 2 else g.to(dtype)
+    return {"weight": weight, **_bias(layer, bias)}

@@ -1,0 +1,104 @@
+"""Losses of single examples, for private training: each divides by its own example's count, never by the batch's.
+
+A mean over all tokens of a padded batch makes every example's gradient depend on the lengths of the others. These
+return one loss for each example: give them to `private.backward`, or call `.mean()` and `.backward()`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+IGNORED = -100  # torch's and transformers' label of what is not scored
+
+
+def classification(
+    scores: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = IGNORED,
+    weight: Tensor | None = None,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Cross entropy of scores (examples, ..., classes) and labels (examples, ...), one mean for each example.
+
+    >>> classification(torch.zeros(2, 3, 4), torch.tensor([[0, 1, -100], [2, -100, -100]]))
+    tensor([1.3863, 1.3863])
+    """
+    options: dict[str, Any] = {"weight": weight, "label_smoothing": label_smoothing}
+    flat = scores.reshape(-1, scores.shape[-1]), labels.reshape(-1)
+    each = functional.cross_entropy(*flat, reduction="none", ignore_index=ignore_index, **options)
+    return own_mean(each, labels != ignore_index, len(scores))
+
+
+def language_model(
+    logits: Tensor, labels: Tensor, *, ignore_index: int = IGNORED, shift: bool = True
+) -> Tensor:
+    """The loss of predicting each token from those before it, averaged over a text's own scored tokens.
+
+    Labels are the tokens themselves, as in transformers, which shifts them inside the model; `shift=False` where
+    they have been shifted before.
+    """
+    if shift:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    return classification(logits, labels, ignore_index=ignore_index)
+
+
+def own_mean(losses: Tensor, scored: Tensor, rows: int) -> Tensor:
+    """The mean of each example's scored losses; zero for an example without any."""
+    counts = scored.reshape(rows, -1).sum(1).clamp(min=1)
+    return losses.reshape(rows, -1).sum(1) / counts
+
+
+class ExampleCriterion:
+    """A criterion of torch that averages within each example first, then over the examples.
+
+    `rows()` is how many examples the current batch has, None outside of training: there it is the criterion as it
+    was given.
+    """
+
+    def __init__(self, criterion: Callable[..., Tensor], rows: Callable[[], int | None], mean: bool) -> None:
+        self._criterion, self._rows, self._mean = criterion, rows, mean
+        self._single, self._within = criterion, "mean"
+        if hasattr(criterion, "reduction"):
+            self._single, self._within = copy.copy(criterion), criterion.reduction
+            self._single.reduction = "none"
+
+    def __call__(self, *arguments: Any, **named: Any) -> Tensor:
+        rows = self._rows()
+        if rows is None:
+            return self._criterion(*arguments, **named)
+        losses = self._losses(rows, *arguments, **named)
+        return losses.mean() if self._mean else losses.sum()
+
+    def _losses(self, rows: int, *arguments: Any, **named: Any) -> Tensor:
+        losses = self._single(*arguments, **named)
+        if losses.ndim == 0 or losses.numel() % rows or len(losses) % rows:
+            raise ValueError(
+                f"criterion: gave losses of shape {tuple(losses.shape)} for {rows} examples; it must not average"
+                ' over them: use reduction="none"'
+            )
+        if self._within in ("sum", "batchmean"):
+            return losses.reshape(rows, -1).sum(1)
+        return own_mean(losses, self._scored(losses, arguments, named), rows)
+
+    def _scored(self, losses: Tensor, arguments: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
+        """Which of the losses count."""
+        ignored = getattr(self._criterion, "ignore_index", None)
+        target = named.get("target", arguments[1] if len(arguments) > 1 else None)
+        if ignored is None or not isinstance(target, Tensor) or target.shape != losses.shape:
+            return torch.ones_like(losses)
+        return target != ignored
+
+
+def mean_or_sum(losses: Tensor, mean: bool) -> Tensor:
+    """What `backward` is called on, for a loop whose loss is a mean or a sum over the examples."""
+    return losses.mean() if mean else losses.sum()
+
+
+Criterion = nn.Module | Callable[..., Tensor]

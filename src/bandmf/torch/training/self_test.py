@@ -1,0 +1,207 @@
+"""The self-test of the first batches: an example alone must have the gradient that it has in a batch.
+
+Before the first step the loader gives a few rehearsals: two examples alone, with autograd doing everything, then the
+same two among others, recorded as in training. If the gradients differ, something escapes clipping: a parameter used
+outside its layer, examples that depend on each other, a loss averaged over all tokens, a wrong `loss_reduction`.
+Nothing of a rehearsal is released, and random numbers are put back afterwards. If the model draws random numbers
+(dropout), the rehearsal is repeated in evaluation mode.
+
+Gradients are compared by sketches, their products with a few random signs, since two of them may not fit in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from bandmf.torch.clipping.refusals import used_elsewhere
+from bandmf.torch.noise.shards import local
+from bandmf.torch.training.random_state import RandomState
+
+if TYPE_CHECKING:
+    from bandmf.torch.training.step import Stepper
+
+SKETCHES = 8
+TOGETHER = 4  # examples of the batch that the two are compared in
+# Relative differences that rounding explains: of a parameter's gradient, and of a parameter to the whole.
+_FULL, _HALF = (2e-2, 1e-4), (0.2, 2e-2)
+
+Sketch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """One batch of the self-test: which of the chosen examples are in it."""
+
+    members: tuple[int, ...]
+
+    @property
+    def alone(self) -> bool:
+        return len(self.members) == 1
+
+
+class SelfTest:
+    """Conducts the rehearsals; `passed` when they are over."""
+
+    def __init__(self, model: nn.Module, stepper: Stepper) -> None:
+        self._model, self._stepper = model, stepper
+        self.passed = False
+        self._alone: dict[int, Sketch] = {}
+        self._halved = False  # whether numbers of half precision were seen
+        self._drew = False
+        self._handles: list[Any] = []
+        self._before: RandomState | None = None
+
+    def choose(self, batch: list[int], examples: int) -> list[int]:
+        """Examples to rehearse with: of the first batch, and others where that is too small."""
+        others = (index for index in range(examples) if index not in set(batch[:TOGETHER]))
+        chosen = batch[:TOGETHER]
+        while len(chosen) < min(TOGETHER, examples):
+            chosen.append(next(others))
+        return chosen
+
+    def rehearsals(self, count: int) -> Iterator[Rehearsal]:
+        """The batches to go through; each must be observed before the next."""
+        together = Rehearsal(tuple(range(count)))
+        series = [Rehearsal((0,)), Rehearsal((1,)), together] if count > 1 else []
+        kept, modes = RandomState(), [(module, module.training) for module in self._model.modules()]
+        try:
+            for number, rehearsal in enumerate(series):
+                yield rehearsal
+                if number == 0 and any(self._stepper.ranks.gather(self._drew)):
+                    self._model.eval()
+                    yield rehearsal
+        finally:
+            for handle in self._handles:
+                handle.remove()
+            for module, training in modes:
+                module.training = training
+            kept.restore()
+        self.passed = True
+
+    # --- one rehearsal ------------------------------------------------------------------------------------
+
+    def begin(self, rehearsal: Rehearsal) -> None:
+        self._before = RandomState()
+        self._stepper.clipping.record(None if rehearsal.alone else len(rehearsal.members))
+        if rehearsal.alone:
+            self._listen(rehearsal.members[0])
+
+    def _listen(self, number: int) -> None:
+        """Sketch gradients as autograd finds them: the loop may clip or change `.grad` afterwards."""
+        self._alone[number] = {}
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._take(name, number))
+            for name, parameter in self._stepper.parameters.items()
+            if local(parameter) is parameter
+        ]
+
+    def _take(self, name: str, number: int) -> Any:
+        def take(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            found = sketch(name, parameter.grad)
+            before = self._alone[number].get(name)
+            self._alone[number][name] = found if before is None else before + found
+            parameter.grad = None
+
+        return take
+
+    def observe(self, rehearsal: Rehearsal, scale: float) -> None:
+        """After the backward pass of a rehearsal; `scale` is that of a gradient of its batch."""
+        assert self._before is not None
+        self._drew = self._before.changed()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if rehearsal.alone:
+            self._finish_alone(rehearsal.members[0], scale)
+        else:
+            self._compare(rehearsal, scale)
+        self._stepper.clipping.clear()
+
+    def _finish_alone(self, number: int, scale: float) -> None:
+        found = self._alone[number]
+        world = self._stepper.ranks.world
+        for name, parameter in self._stepper.parameters.items():
+            if parameter.grad is not None:  # FSDP2 has put it there, averaged over the ranks
+                found[name] = world * sketch(name, local(parameter.grad))
+        if not found:
+            raise RuntimeError("no gradients: call loss.backward() on every batch before optimizer.step()")
+        self._alone[number] = {name: scale * each for name, each in found.items()}
+
+    @torch.no_grad()
+    def _compare(self, rehearsal: Rehearsal, scale: float) -> None:
+        stepper, rows = self._stepper, len(rehearsal.members)
+        problem = None
+        for number, alone in self._alone.items():
+            stepper.sums.clear()
+            stepper.clipping.add_example(stepper.sums.views, rows, number, scale)
+            together = {name: sketch(name, total) for name, total in stepper.sums.views.items()}
+            problem = problem or difference(alone, together, rows, self._tolerance(alone))
+        stepper.sums.clear()
+        for found in stepper.ranks.gather(problem):
+            if found is not None:
+                raise RuntimeError(found)
+
+    def _tolerance(self, alone: Sketch) -> tuple[float, float]:
+        half = torch.get_float32_matmul_precision() != "highest" or self._stepper.clipping.half_precision
+        return _HALF if half else _FULL
+
+
+def sketch(name: str, gradient: Tensor) -> Tensor:
+    """The products of a gradient with random signs, the same for the same name and shape."""
+    if gradient.is_sparse:
+        gradient = gradient.to_dense()
+    generator = torch.Generator(gradient.device).manual_seed(sum(name.encode()))
+    flat = gradient.detach().flatten().to(torch.promote_types(gradient.dtype, torch.float32))
+    products = []
+    for _ in range(SKETCHES):
+        heads = torch.empty_like(flat).bernoulli_(0.5, generator=generator).bool()
+        products.append(2 * flat[heads].sum() - flat.sum())
+    return torch.stack(products).double().cpu()
+
+
+def difference(alone: Sketch, together: Sketch, rows: int, tolerance: tuple[float, float]) -> str | None:
+    """What is wrong, in a sentence; None if nothing is."""
+    own, to_whole = tolerance
+    zero = torch.zeros(SKETCHES, dtype=torch.float64)
+    names = list(together)
+    a = torch.stack([alone.get(name, zero) for name in names])
+    b = torch.stack([together[name] for name in names])
+    whole = a.norm()
+
+    def differs(a: Tensor, b: Tensor) -> Tensor:
+        return (a - b).norm(dim=1) > own * (a.norm(dim=1) + b.norm(dim=1)) / 2 + to_whole * whole
+
+    wrong = differs(a, b)
+    if not bool(wrong.any()):
+        return None
+    ratio = float((a * b).sum() / (b * b).sum()) if bool((b != 0).any()) else 0.0
+    if ratio > 0 and not bool(differs(a, ratio * b).any()):
+        return _of_loss(ratio, rows)
+    name = names[int(wrong.nonzero()[0])]
+    if float(together[name].norm()) <= to_whole * float(whole):
+        return str(used_elsewhere(name))
+    return (
+        f"self-test: the gradient of {name!r} for an example alone is not the one that it has in a batch: either the "
+        "parameter is also used outside the layer that owns it (call the layer itself), or the examples of a "
+        "batch depend on each other there (a norm over the batch, in-batch negatives, padding that counts)"
+    )
+
+
+def _of_loss(ratio: float, rows: int) -> str:
+    for expected, given, right in ((1 / rows, "mean", "sum"), (rows, "sum", "mean")):
+        if abs(ratio / expected - 1) < 0.02:
+            return (
+                f"loss_reduction={given!r}: the loss is a {right} over the examples; make_private needs "
+                f"loss_reduction={right!r}"
+            )
+    return (
+        f"self-test: the loss of an example alone is {ratio:.3g} times the one that it has in a batch, so it depends "
+        "on the other examples; divide each example's loss by its own count (of tokens, say), not by that of the "
+        "batch: bandmf.torch.losses has such losses"
+    )
