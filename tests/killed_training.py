@@ -21,7 +21,7 @@ import torch._dynamo  # which every optimizer imports: once here, not in every c
 
 from bandmf import Key, ledger
 from bandmf.torch import make_private
-from bandmf.torch.clipping import hooks
+from bandmf.torch.clipping import bookkeeping
 from bandmf.torch.training import checkpoint
 from training import simple_plan, small_data, small_model, train, weights
 
@@ -57,8 +57,8 @@ def plant(place, after):
         return visits[0] == after
 
     if place == "accumulation":
-        original = hooks.PerExample.add_to
-        hooks.PerExample.add_to = lambda *a: die() if now() else original(*a)
+        original = bookkeeping.Bookkeeping.add_to
+        bookkeeping.Bookkeeping.add_to = lambda *a: die() if now() else original(*a)
     elif place == "ledger":
         write = os.write
         # Half a line reaches the file.

@@ -16,14 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 from bandmf.torch.clipping import attention
-from bandmf.torch.clipping.contributions import Contribution, add_tensors, join
+from bandmf.torch.clipping.contributions import Contribution, Pack, join
 from bandmf.torch.clipping.layers import layers_of
-from bandmf.torch.clipping.norms import Squares, squares
+from bandmf.torch.clipping.norms import Terms, squares_apart, total_squares
 from bandmf.torch.clipping.protocol import Parameters, clip_factors
 from bandmf.torch.clipping.recording import Recorder
 from bandmf.torch.clipping.refusals import UnsupportedError, used_elsewhere, wrong_rows
-
-Terms = dict[str, list[Contribution]]
 
 
 class Bookkeeping:
@@ -55,29 +53,23 @@ class Bookkeeping:
     @torch.no_grad()
     def add_to(self, sums: dict[str, Tensor], rows: int, valid: int, scale: float) -> Tensor:
         """Add the clipped gradients, of which the recorded ones are 1 / scale; the number of examples left out."""
-        terms = self._terms(rows)
-        if not terms:
-            raise RuntimeError(
-                "no gradients were recorded: call loss.backward() on this batch before optimizer.step()"
-            )
-        found = dict(zip(terms, squares(list(terms.values())), strict=True))
-        good, factors = self._factors(found, valid, scale)
-        self._add(sums, terms, factors, good, scale)
+        small, terms = self._terms(rows)
+        good, factors = self._factors(small, terms, valid, scale)
+        self._add(sums, small, terms, factors, good, scale)
         return valid - good[:valid].sum()
 
     @torch.no_grad()
     def add_example(self, sums: dict[str, Tensor], rows: int, number: int, scale: float) -> Tensor:
         """Add the gradient of one example, unclipped; its norm, as clipping sees it."""
-        terms = self._terms(rows)
-        found = squares(list(terms.values()))
-        device = found[0].norm.device
-        chosen = torch.zeros(rows, dtype=found[0].norm.dtype, device=device)
+        small, terms = self._terms(rows)
+        bound = total_squares(small, terms).bound()
+        chosen = torch.zeros_like(bound)
         chosen[number] = 1
-        self._add(sums, terms, dict.fromkeys(terms, chosen), chosen >= 0, scale)
-        return scale * _total(found, device).bound()[number]
+        self._add(sums, small, terms, dict.fromkeys(self._parameters, chosen), chosen >= 0, scale)
+        return scale * bound[number]
 
-    def _terms(self, rows: int) -> Terms:
-        """What was recorded, by parameter."""
+    def _terms(self, rows: int) -> tuple[list[Pack], Terms]:
+        """What was recorded, by parameter: small gradients in packs, one for each device, and the rest."""
         if self._recorder.failure is not None:
             raise UnsupportedError(
                 f"clipping: torch.func cannot give the gradients of single examples here "
@@ -95,38 +87,48 @@ class Bookkeeping:
             for own, contribution in entry.contributions().items():
                 if own in names:  # the rest is frozen
                     terms.setdefault(names[own], []).append(contribution)
-        return {name: join(several) for name, several in sorted(terms.items())}
+        if not terms:
+            raise RuntimeError(
+                "no gradients were recorded: call loss.backward() on this batch before optimizer.step()"
+            )
+        return _pack({name: join(several) for name, several in sorted(terms.items())})
 
     def _factors(
-        self, found: dict[str, Squares], valid: int, scale: float
+        self, small: list[Pack], terms: Terms, valid: int, scale: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Which examples are finite, and what each example's gradient of each parameter is multiplied by."""
-        device = next(iter(found.values())).norm.device
-        bound = scale * _total(list(found.values()), device).bound()
-        good = bound.isfinite()
+        if self._per_layer:
+            apart = squares_apart(small, terms)
+            device = next(iter(apart.values())).norm.device
+            bounds = {name: (scale * each.bound()).to(device) for name, each in apart.items()}
+            good = torch.stack(list(bounds.values())).isfinite().all(0)
+        else:
+            bound = scale * total_squares(small, terms).bound()
+            bounds, good = {"": bound}, bound.isfinite()
         counted = good.clone()
         counted[valid:] = False
-        if not self._per_layer:
-            return good, dict.fromkeys(found, clip_factors(bound, self._limit, counted))
-        own = {name: (scale * each.bound()).to(device) for name, each in found.items()}
-        return good, {name: clip_factors(norm, self._limit, counted) for name, norm in own.items()}
+        factors = {name: clip_factors(bound, self._limit, counted) for name, bound in bounds.items()}
+        return good, factors if self._per_layer else dict.fromkeys(self._parameters, factors[""])
 
     def _add(
         self,
         sums: dict[str, Tensor],
+        small: list[Pack],
         terms: Terms,
         factors: dict[str, Tensor],
         good: Tensor,
         scale: float,
     ) -> None:
         if not bool(good.all()):
-            terms, factors = _keep(good.nonzero().flatten(), terms, factors)
+            small, terms, factors = _keep(good.nonzero().flatten(), small, terms, factors)
         if not self._sharded:
-            _add_terms(sums, terms, factors, scale)
+            _add_terms(sums, small, terms, factors, scale)
             return
+        parts = {name: part for pack in small for name, part in pack.parts()}
         for name, parameter in self._parameters.items():  # on all ranks in the same order
             whole = torch.zeros(parameter.shape, dtype=sums[name].dtype, device=sums[name].device)
-            _add_terms({name: whole}, {name: terms.get(name, [])}, factors, scale)
+            own = [Pack.of({name: parts[name]})] if name in parts else []
+            _add_terms({name: whole}, own, {name: terms.get(name, [])}, factors, scale)
             sums[name].add_(_scatter(whole, parameter))
 
     def clear(self) -> None:
@@ -139,30 +141,44 @@ class Bookkeeping:
             module.__dict__.pop("forward", None)
 
 
-def _add_terms(sums: dict[str, Tensor], terms: Terms, factors: dict[str, Tensor], scale: float) -> None:
-    alike: dict[tuple[torch.device, int], list[tuple[str, Tensor]]] = {}
+def _pack(terms: Terms) -> tuple[list[Pack], Terms]:
+    alike: dict[torch.device, dict[str, Tensor]] = {}
+    rest: Terms = {}
     for name, several in terms.items():
+        if len(several) == 1 and isinstance(several[0], Tensor):
+            alike.setdefault(several[0].device, {})[name] = several[0]
+        else:
+            rest[name] = several
+    return [Pack.of(gradients) for gradients in alike.values()], rest
+
+
+def _add_terms(
+    sums: dict[str, Tensor], small: list[Pack], terms: Terms, factors: dict[str, Tensor], scale: float
+) -> None:
+    for pack in small:
+        pack.add_to(sums, factors, scale)
+    for name, several in terms.items():
+        factor = factors[name].to(sums[name].device)
         for term in several:
             if isinstance(term, Tensor):
-                alike.setdefault((sums[name].device, id(factors[name])), []).append((name, term))
+                Pack.of({name: term}).add_to(sums, factors, scale)
             else:
-                term.add_to(sums[name], factors[name].to(sums[name].device), scale)
-    for (device, _), pairs in alike.items():
-        totals, gradients = [sums[name] for name, _ in pairs], [gradient for _, gradient in pairs]
-        add_tensors(totals, gradients, factors[pairs[0][0]].to(device), scale)
+                term.add_to(sums[name], factor, scale)
 
 
-def _keep(examples: Tensor, terms: Terms, factors: dict[str, Tensor]) -> tuple[Terms, dict[str, Tensor]]:
+def _keep(
+    examples: Tensor, small: list[Pack], terms: Terms, factors: dict[str, Tensor]
+) -> tuple[list[Pack], Terms, dict[str, Tensor]]:
     """These examples alone: a factor of zero does not remove a NaN."""
     kept = {id(factor): factor[examples.to(factor.device)] for factor in factors.values()}
 
     def of(term: Contribution) -> Contribution:
-        if isinstance(term, Tensor):
-            return term[examples.to(term.device)]
-        return term.of(examples.to(term.device))
+        here = examples.to(term.device)
+        return term[here] if isinstance(term, Tensor) else term.of(here)
 
     chosen = {name: [of(term) for term in several] for name, several in terms.items()}
-    return chosen, {name: kept[id(factor)] for name, factor in factors.items()}
+    own = {name: kept[id(factor)] for name, factor in factors.items()}
+    return [pack.keep(examples) for pack in small], chosen, own
 
 
 def _scatter(whole: Tensor, parameter: Tensor) -> Tensor:
@@ -171,10 +187,3 @@ def _scatter(whole: Tensor, parameter: Tensor) -> Tensor:
     mesh = parameter.device_mesh
     summed = DTensor.from_local(whole, mesh, [Partial()] * mesh.ndim, run_check=False)
     return summed.redistribute(placements=parameter.placements).to_local()
-
-
-def _total(found: list[Squares], device: torch.device) -> Squares:
-    """Over all parameters."""
-    norms = torch.stack([each.norm.to(device) for each in found])
-    slacks = torch.stack([each.slack.to(device) for each in found])
-    return Squares(norms.sum(0), slacks.sum(0))

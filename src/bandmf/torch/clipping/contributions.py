@@ -12,6 +12,7 @@ Norm (norms.py) and sum (here) come from the same tensors, so what an example ad
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -54,11 +55,13 @@ class Outer:
         """Add scale times the sum over the examples of factor times gradient."""
         left = torch.empty_like(self.left)
         torch.mul(self.left, factors[:, None, None], out=left)  # rounded once; `norms` allows for it
-        _add_product(total.view(left.shape[2], -1), left.flatten(0, 1), self.right.flatten(0, 1), scale)
+        with contextlib.nullcontext() if by_gram(self) else exact():
+            _add_product(total.view(left.shape[2], -1), left.flatten(0, 1), self.right.flatten(0, 1), scale)
 
     def write_out(self, shape: torch.Size) -> Tensor:
         dtype = wide(self.left.dtype)
-        return (self.left.to(dtype).mT @ self.right.to(dtype)).view(-1, *shape)
+        with exact():
+            return (self.left.to(dtype).mT @ self.right.to(dtype)).view(-1, *shape)
 
 
 @dataclass(frozen=True)
@@ -126,10 +129,11 @@ class Patches:
             -1, *[1] * (self.gradient.ndim - 1)
         )
         layer, plain = self.layer, [0] * (self.gradient.ndim - 2)
-        _, weight, _ = torch.ops.aten.convolution_backward(
-            gradient, self.input.to(total.dtype), total, None, layer.stride, plain, layer.dilation, False, plain,
-            layer.groups, (False, True, False),
-        )  # fmt: skip
+        with exact():
+            _, weight, _ = torch.ops.aten.convolution_backward(
+                gradient, self.input.to(total.dtype), total, None, layer.stride, plain, layer.dilation, False, plain,
+                layer.groups, (False, True, False),
+            )  # fmt: skip
         total += weight
 
     def write_out(self, shape: torch.Size) -> Tensor:
@@ -179,14 +183,54 @@ def join(contributions: list[Contribution]) -> list[Contribution]:
     return joined
 
 
-def add_tensors(totals: list[Tensor], gradients: list[Tensor], factors: Tensor, scale: float) -> None:
-    """Add the sums over the examples of factor times gradient, of many small parameters at once."""
-    if not totals:
-        return
-    flat = torch.cat([gradient.flatten(1) for gradient in gradients], 1)
-    added = (scale * factors.to(flat.dtype)) @ flat
-    pieces = added.split([total.numel() for total in totals])
-    torch._foreach_add_(totals, [p.view_as(t).to(t.dtype) for p, t in zip(pieces, totals, strict=True)])
+@dataclass(frozen=True)
+class Pack:
+    """The gradients of many small parameters side by side, so that one operation serves them all."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    flat: Tensor
+
+    @staticmethod
+    def of(gradients: dict[str, Tensor]) -> Pack:
+        flat = [gradient.flatten(1) for gradient in gradients.values()]
+        return Pack(tuple(gradients), tuple(each.shape[1] for each in flat), torch.cat(flat, 1))
+
+    def keep(self, examples: Tensor) -> Pack:
+        return replace(self, flat=self.flat[examples.to(self.flat.device)])
+
+    def parts(self) -> Iterator[tuple[str, Tensor]]:
+        return zip(self.names, self.flat.split(self.sizes, 1), strict=True)
+
+    def add_to(self, sums: dict[str, Tensor], factors: dict[str, Tensor], scale: float) -> None:
+        """`factors` are of each parameter, and mostly the same for all."""
+        alike = {id(factors[name]): factors[name].to(self.flat) for name in self.names}
+        if len(alike) == 1:
+            (factor,) = alike.values()
+            pieces = (scale * factor @ self.flat).split(self.sizes)
+        else:
+            pieces = tuple(scale * alike[id(factors[name])] @ part for name, part in self.parts())
+        totals = [sums[name] for name in self.names]
+        added = [piece.view_as(t).to(t.dtype) for piece, t in zip(pieces, totals, strict=True)]
+        torch._foreach_add_(totals, added)
+
+
+def by_gram(outer: Outer) -> bool:
+    """Whether the norm is found from inner products of all pairs; otherwise by writing the matrix out."""
+    times, p, q = outer.left.shape[1], outer.left.shape[2], outer.right.shape[2]
+    return times * (p + q) <= p * q
+
+
+@contextlib.contextmanager
+def exact() -> Iterator[None]:
+    """Float32 products without TF32: for what is added up over many places, where its error would count."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.backends.cudnn.flags(allow_tf32=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _three(tensor: Tensor) -> Tensor:

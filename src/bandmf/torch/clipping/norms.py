@@ -20,11 +20,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bandmf.torch.clipping.contributions import PORTION, Contribution, Outer, Patches, Rows, join, wide
+from bandmf.torch.clipping.contributions import (
+    PORTION,
+    Contribution,
+    Outer,
+    Pack,
+    Patches,
+    Rows,
+    by_gram,
+    exact,
+    wide,
+)
 
 
 @dataclass(frozen=True)
@@ -41,21 +52,53 @@ class Squares:
         """No contribution exceeds this, as it is really added."""
         return self.norm.sqrt() + self.slack.sqrt()
 
+    def over(self) -> Squares:
+        """Added up over the parameters, which are the rows."""
+        return Squares(self.norm.sum(0), self.slack.sum(0))
 
-def squares(contributions: Sequence[Sequence[Contribution]]) -> list[Squares]:
-    """For each parameter, which may have several contributions (weights that are tied or used again)."""
-    joined = [join(list(terms)) for terms in contributions]
-    found: dict[int, Squares] = {}
-    alike: dict[tuple[torch.Size, torch.Size, torch.dtype], list[int]] = {}
-    for number, terms in enumerate(joined):
-        first = terms[0]
-        if len(terms) == 1 and isinstance(first, Outer) and _by_gram(first):
-            alike.setdefault((first.left.shape, first.right.shape, first.left.dtype), []).append(number)
+    def to(self, device: torch.device) -> Squares:
+        return Squares(self.norm.to(device), self.slack.to(device))
+
+
+Terms = dict[str, list[Contribution]]  # of a parameter there are several where it is tied
+
+
+def total_squares(small: Sequence[Pack], terms: Terms) -> Squares:
+    """Over all parameters together."""
+    found = [_of_tensor(pack.flat) for pack in small]
+    found += [each.over() for each in _grouped(terms).values()]
+    device = found[0].norm.device
+    total, *others = (each.to(device) for each in found)
+    return sum(others, total)
+
+
+def squares_apart(small: Sequence[Pack], terms: Terms) -> dict[str, Squares]:
+    """For each parameter."""
+    found = {name: _of_tensor(part) for pack in small for name, part in pack.parts()}
+    for names, group in _grouped(terms).items():
+        rows = zip(names, group.norm, group.slack, strict=True)
+        found |= {name: Squares(norm, slack) for name, norm, slack in rows}
+    return found
+
+
+def _grouped(terms: Terms) -> dict[tuple[str, ...], Squares]:
+    """Groups of parameters, each with a row for every parameter of the group."""
+    found: dict[tuple[str, ...], Squares] = {}
+    alike: dict[Any, dict[str, Outer]] = {}
+    for name, several in terms.items():
+        first = several[0]
+        if len(several) == 1 and isinstance(first, Outer) and by_gram(first):
+            shape = (first.left.shape, first.right.shape, first.left.dtype, first.device)
+            alike.setdefault(shape, {})[name] = first
         else:
-            found[number] = _of_terms(terms)
+            found[(name,)] = _row(_of_terms(several))
     for same in alike.values():
-        found |= _of_outers({number: joined[number][0] for number in same})  # type: ignore[misc]
-    return [found[number] for number in range(len(joined))]
+        found |= _of_outers(same)
+    return found
+
+
+def _row(squares: Squares) -> Squares:
+    return Squares(squares.norm[None], squares.slack[None])
 
 
 def _of_terms(terms: list[Contribution]) -> Squares:
@@ -69,7 +112,9 @@ def _of_terms(terms: list[Contribution]) -> Squares:
     if isinstance(term, Patches):
         portions = [_of_matrix(outer) for _, outer in term.portions()]
         return Squares(torch.cat([p.norm for p in portions]), torch.cat([p.slack for p in portions]))
-    return _of_outers({0: term})[0] if _by_gram(term) else _of_matrix(term)
+    if by_gram(term):
+        return _of_grams(gram(term.left), gram(term.right), term)
+    return _of_matrix(term)
 
 
 def _of_tensor(gradients: Tensor) -> Squares:
@@ -77,26 +122,17 @@ def _of_tensor(gradients: Tensor) -> Squares:
     return Squares(norm, roundoff(gradients) ** 2 * norm)
 
 
-def _by_gram(outer: Outer) -> bool:
-    times, p, q = outer.left.shape[1], outer.left.shape[2], outer.right.shape[2]
-    return times * (p + q) <= p * q
-
-
-def _of_outers(outers: dict[int, Outer]) -> dict[int, Squares]:
+def _of_outers(outers: dict[str, Outer]) -> dict[tuple[str, ...], Squares]:
     """Of layers of one shape, stacked: on a GPU the launches of small operations would take longer than they do."""
-    numbers, found = list(outers), dict[int, Squares]()
-    some = next(iter(outers.values()))
+    names, some = list(outers), next(iter(outers.values()))
     size = some.examples * some.left.shape[1] ** 2
     at_once = max(1, PORTION // size) if some.left.is_cuda else 1
-    for begin in range(0, len(numbers), at_once):
-        portion = numbers[begin : begin + at_once]
-        k = torch.stack([gram(outers[number].left) for number in portion])
-        q = torch.stack([gram(outers[number].right) for number in portion])
-        together = _of_grams(k, q, some)
-        found |= {
-            n: Squares(norm, slack)
-            for n, norm, slack in zip(portion, together.norm, together.slack, strict=True)
-        }
+    found = {}
+    for begin in range(0, len(names), at_once):
+        portion = tuple(names[begin : begin + at_once])
+        k = torch.stack([gram(outers[name].left) for name in portion])
+        q = torch.stack([gram(outers[name].right) for name in portion])
+        found[portion] = _of_grams(k, q, some)
     return found
 
 
@@ -116,11 +152,13 @@ def _of_matrix(outer: Outer) -> Squares:
     norms = []
     for begin in range(0, outer.examples, at_once):
         part = outer.of(slice(begin, begin + at_once))
-        norms.append(torch.linalg.vector_norm(product(part.left.mT, part.right), dim=(1, 2)))
-    # The error of every entry is relative to its row and column, so the norm of all is at most u |left| |right|.
+        with exact():
+            norms.append(torch.linalg.vector_norm(product(part.left.mT, part.right), dim=(1, 2)))
+    # Entries are sums over t, with errors that add up to no more than so much of |left| |right|.
     most = _size(outer.left) * _size(outer.right)
-    norm = (torch.cat(norms) + _entry_error(outer.left) * most).square()
-    return Squares(norm, (roundoff(outer.left) * most).square())
+    norm = (torch.cat(norms) + 2 * _addition(outer.left) * most).square()
+    slack = torch.finfo(outer.left.dtype).eps / 2 + 2 * _addition(outer.left)
+    return Squares(norm, (slack * most).square())
 
 
 def _of_rows(rows: Rows) -> Squares:
@@ -201,11 +239,6 @@ def _size(vectors: Tensor) -> Tensor:
 def _inner_error(vectors: Tensor) -> float:
     """Of an inner product over the last dimension, relative to the product of the norms."""
     return _input_error(vectors) + _addition(vectors) * (1 + math.sqrt(vectors.shape[-1]) / 8)
-
-
-def _entry_error(vectors: Tensor) -> float:
-    """Of a sum over t, relative to the product of the Frobenius norms."""
-    return _input_error(vectors) + 2 * _addition(vectors)
 
 
 def roundoff(vectors: Tensor) -> float:

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from bandmf.torch.clipping.contributions import Contribution
-from bandmf.torch.clipping.rules import Rule
+from bandmf.torch.clipping.rules import Rule, convolution, embedding, linear, transposed_linear
 
 # Where autocast lowers the precision of the input; recorded in that precision, it takes half the memory.
-_LOWERED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_LOWERED = (linear, transposed_linear, convolution)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,17 +107,17 @@ class Recorder:
             parameter.requires_grad_(False)
         if layer.rule is None:
             return None
-        return self._adapt(module, args, kwargs)
+        return self._adapt(layer, args, kwargs)
 
-    def _adapt(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _adapt(self, layer: Layer, args: Any, kwargs: Any) -> Any:
         """The input in the precision of autocast, and position numbers once for each example."""
         if not args:  # the input is given by its name
             args, kwargs = tuple(kwargs.values()), {}
         first = args[0]
-        if isinstance(module, nn.Embedding):
+        if layer.rule is embedding:
             if first.ndim > 1 and len(first) == 1 and self.rows != 1:
                 first = first.expand(self.rows, *first.shape[1:])
-        elif isinstance(module, _LOWERED) and torch.is_autocast_enabled(first.device.type):
+        elif layer.rule in _LOWERED and torch.is_autocast_enabled(first.device.type):
             first = first.to(torch.get_autocast_dtype(first.device.type))
         return (first, *args[1:]), kwargs
 

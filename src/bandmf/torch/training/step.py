@@ -163,9 +163,10 @@ class Stepper:
         self._record(piece)
         self.noise = self.engine.add(self.noise, self.sums.views, self.scale)
         self.ranks.sum(self.sums.flats)
+        self.sums.divide(self.plan.batch_size)
         self.clipping.clear()
         for name, parameter in self.parameters.items():
-            parameter.grad = _like(parameter, self.sums.views[name] / self.plan.batch_size)
+            parameter.grad = _like(parameter, self.sums.views[name])
 
     def _record(self, piece: Piece) -> None:
         found = self.ranks.gather((self.sums.finite(), self.sums.digest()))

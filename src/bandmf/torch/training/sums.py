@@ -42,6 +42,11 @@ class Sums:
         for flat in self.flats:
             flat.zero_()
 
+    def divide(self, by: float) -> None:
+        """Sums become means, which the parameters may have as their gradients until the next `clear`."""
+        for flat in self.flats:
+            flat.div_(by)
+
     def finite(self) -> bool:
         """Whether all numbers are; without memory of their size."""
         filled = [flat for flat in self.flats if len(flat)]
