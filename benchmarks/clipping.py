@@ -90,7 +90,7 @@ class Work:
         private = make_private(
             model, optimizer, data, plan, clip_norm=CLIP_NORM, clipping=clipping, self_test=False
         )
-        batches = iter(private.loader)
+        batches = (batch for _ in range(STEPS) for batch in private.loader)
 
         def step() -> None:
             x, y = (tensor.to(self.device) for tensor in next(batches))
@@ -98,6 +98,7 @@ class Work:
             self.losses(self.scores(model, x), x, y).mean().backward()
             private.optimizer.step()
 
+        self.private = private
         vectors = [executor.vectors for executor in private.stepper.noise.executors.values()]
         self.noise_bytes = sum(each.history.nbytes + each.prepared.nbytes for each in vectors)
         return step

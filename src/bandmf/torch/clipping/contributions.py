@@ -53,10 +53,18 @@ class Outer:
 
     def add_to(self, total: Tensor, factors: Tensor, scale: float) -> None:
         """Add scale times the sum over the examples of factor times gradient."""
-        left = torch.empty_like(self.left)
-        torch.mul(self.left, factors[:, None, None], out=left)  # rounded once; `norms` allows for it
+        left, right = self.left, self.right
+        if self.scales_left:
+            left = _times(left, factors)
+        else:
+            right = _times(right, factors)
         with contextlib.nullcontext() if by_gram(self) else exact():
-            _add_product(total.view(left.shape[2], -1), left.flatten(0, 1), self.right.flatten(0, 1), scale)
+            _add_product(total.view(left.shape[2], -1), left.flatten(0, 1), right.flatten(0, 1), scale)
+
+    @property
+    def scales_left(self) -> bool:
+        """Which of the two is multiplied by the factors: the smaller."""
+        return self.left.shape[2] <= self.right.shape[2]
 
     def write_out(self, shape: torch.Size) -> Tensor:
         dtype = wide(self.left.dtype)
@@ -231,6 +239,11 @@ def exact() -> Iterator[None]:
             yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def _times(vectors: Tensor, factors: Tensor) -> Tensor:
+    """In the dtype of the vectors, rounded once; `norms` allows for it."""
+    return torch.mul(vectors, factors[:, None, None], out=torch.empty_like(vectors))
 
 
 def _three(tensor: Tensor) -> Tensor:

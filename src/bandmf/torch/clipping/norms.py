@@ -9,8 +9,8 @@ let an example add more than its share. So the rounding error is bounded and add
     |error of sum(K * Q)| <= u (tr K |Q| + |K| tr Q),
 
 where |.| is the Frobenius norm and u the relative error of an inner product (its accumulation, and the rounding of the
-factors in TF32). What is added to the sum of gradients is rounded as well, f g in the dtype of g: with v the roundoff
-of that dtype, an example's error has at most the norm v sqrt(tr K |Q|) times f, which `slack` accounts for.
+factors in TF32). What is added to the sum of gradients is rounded as well, f left (or f right) in its dtype: with v the
+roundoff of that dtype, an example's error has at most the norm v sqrt(tr K |Q|) times f, which `slack` accounts for.
 
 With ordinary gradients this adds 1e-6 in float32, and one or two percent in bfloat16.
 """
@@ -142,7 +142,9 @@ def _of_grams(k: Tensor, q: Tensor, outer: Outer) -> Squares:
     sizes = [torch.linalg.vector_norm(m, dim=(-2, -1)) for m in (k, q)]
     across = (traces[0] * sizes[1], sizes[0] * traces[1])
     norm = (k * q).sum((-2, -1)).clamp(min=0) + u * (across[0] + across[1])
-    return Squares(norm, roundoff(outer.left) ** 2 * torch.minimum(*across))
+    rounded = across[0] if outer.scales_left else across[1]
+    own, product = torch.finfo(outer.left.dtype).eps / 2, _input_error(outer.left) + 2 * _addition(outer.left)
+    return Squares(norm, 2 * (own**2 * rounded + product**2 * torch.maximum(*across)))
 
 
 def _of_matrix(outer: Outer) -> Squares:

@@ -16,16 +16,16 @@ from torch import Tensor
 from bandmf.randomness.key import Key
 from bandmf.sampling import Stream
 from bandmf.torch.noise.shards import local
-
-CHUNK = 1 << 22  # numbers that are fingerprinted at a time
-ODD = 6364136223846793005
+from bandmf.torch.training.fingerprint import fingerprint
 
 
 class Sums:
     """`views[name]` is where the gradients of a parameter are added up; `flats` are the same numbers in a row."""
 
     def __init__(self, parameters: Mapping[str, Tensor], secret: bytes) -> None:
-        self._secret, self._weights = secret, dict[torch.device, Tensor]()
+        self._secret = secret
+        first, second = (int(word) >> 2 for word in Stream(Key(secret), 0).words(2))
+        self._seeds = first, second
         groups: dict[torch.device, list[str]] = {}
         for name, parameter in parameters.items():
             groups.setdefault(parameter.device, []).append(name)
@@ -60,24 +60,7 @@ class Sums:
         found = Poly1305(self._secret)
         for flat in self.flats:
             words = flat.view(torch.int32)
-            found.update(words.numpy().view(np.uint8).data if words.is_cpu else self._fingerprint(words))
+            found.update(
+                words.numpy().view(np.uint8).data if words.is_cpu else fingerprint(words, self._seeds)
+            )
         return found.finalize()
-
-    def _fingerprint(self, words: Tensor) -> bytes:
-        if words.device not in self._weights:
-            drawn = Stream(Key(self._secret), 0).words(2 * min(CHUNK, len(words))) | np.uint64(1)
-            self._weights[words.device] = torch.from_numpy(drawn.view(np.int64)).view(2, -1).to(words.device)
-        return fingerprint(words, self._weights[words.device])
-
-
-def fingerprint(words: Tensor, weights: Tensor) -> bytes:
-    """128 bits: two sums, modulo 2^64, of all words times secret odd numbers.
-
-    Not cryptographic: it tells apart sums that differ by accident, which is all that replays need.
-    """
-    totals = torch.zeros(2, dtype=torch.int64, device=words.device)
-    for part in words.split(weights.shape[1]):
-        wide = part.to(torch.int64)
-        added = torch.stack([(wide * weights[half, : len(part)]).sum() for half in range(2)])
-        totals = totals * ODD + added  # so that the order of the parts counts
-    return totals.cpu().numpy().tobytes()
