@@ -12,7 +12,7 @@ from bandmf._deprecated import warn
 from bandmf.torch.clipping.bookkeeping import Bookkeeping
 from bandmf.torch.clipping.contributions import Outer, Rows
 from bandmf.torch.clipping.protocol import Clipping, Parameters
-from bandmf.torch.clipping.refusals import UnsupportedError, refuse_mixing, refuse_shared_memory
+from bandmf.torch.clipping.refusals import UnsupportedError, refuse_mixing, refuse_shared_memory, suspects
 from bandmf.torch.clipping.rules import rule
 
 __all__ = ["Bookkeeping", "Clipping", "Outer", "Parameters", "Rows", "make_clipping", "rule"]
@@ -33,7 +33,7 @@ def make_clipping(
         raise _check.fail(
             "clipping", mode, "with FSDP2 must be 'bookkeeping': Opacus cannot clip shards in this way"
         )
-    refuse_mixing(model)
+    refuse_mixing(suspects(model))
     refuse_shared_memory(model)
     if mode in ("auto", "bookkeeping"):
         try:

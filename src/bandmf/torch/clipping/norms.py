@@ -37,6 +37,8 @@ from bandmf.torch.clipping.contributions import (
     wide,
 )
 
+IN_CACHE = 1 << 17  # numbers that a CPU has at hand
+
 
 @dataclass(frozen=True)
 class Squares:
@@ -126,7 +128,7 @@ def _of_outers(outers: dict[str, Outer]) -> dict[tuple[str, ...], Squares]:
     """Of layers of one shape, stacked: on a GPU the launches of small operations would take longer than they do."""
     names, some = list(outers), next(iter(outers.values()))
     size = some.examples * some.left.shape[1] ** 2
-    at_once = max(1, PORTION // size) if some.left.is_cuda else 1
+    at_once = max(1, (PORTION if some.left.is_cuda else IN_CACHE) // size)
     found = {}
     for begin in range(0, len(names), at_once):
         portion = tuple(names[begin : begin + at_once])

@@ -98,8 +98,13 @@ class Recorder:
             return None
         return self._layers.get(module)
 
-    @torch.compiler.disable
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return _outside(self._enter, module, args, kwargs)
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        return _outside(self._leave, module, args, kwargs, output)
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         layer = self.layer_of(module)
         if layer is None:
             return None
@@ -121,8 +126,7 @@ class Recorder:
             first = first.to(torch.get_autocast_dtype(first.device.type))
         return (first, *args[1:]), kwargs
 
-    @torch.compiler.disable
-    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         layer = self.layer_of(module)
         if layer is None:
             return None
@@ -187,6 +191,18 @@ class _Note(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         ctx.receive(ctx.saved_tensors, gradient)
         return None, None, None, gradient, *[None] * len(ctx.saved_tensors)
+
+
+def _outside(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Not in compiled code: what is noted must be noted each time. The way around costs too much elsewhere."""
+    if torch.compiler.is_compiling():
+        return _uncompiled(function, *arguments)
+    return function(*arguments)
+
+
+@torch.compiler.disable
+def _uncompiled(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
 
 
 def _anchor() -> Tensor:

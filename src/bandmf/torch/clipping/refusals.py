@@ -17,9 +17,15 @@ class UnsupportedError(ValueError):
     """Book-keeping cannot describe a layer; another way of clipping may."""
 
 
-def refuse_mixing(model: nn.Module) -> None:
+def suspects(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers that mix examples, now or in another mode."""
+    kinds = (_BatchNorm, _InstanceNorm, nn.Embedding, nn.EmbeddingBag, nn.RNNBase)
+    return {path: module for path, module in model.named_modules() if isinstance(module, kinds)}
+
+
+def refuse_mixing(modules: dict[str, nn.Module]) -> None:
     """Refuse layers whose output for one example depends on the others, or that remember examples."""
-    for path, module in model.named_modules():
+    for path, module in modules.items():
         if reason := _mixes(module):
             raise ValueError(f"model: {path or 'it'} is {type(module).__name__}, {reason}")
 

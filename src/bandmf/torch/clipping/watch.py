@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from bandmf.torch.clipping.refusals import refuse_mixing
+from bandmf.torch.clipping.refusals import refuse_mixing, suspects
 
 
 class Watch:
     """Refuses buffers and parameters that change while a batch is processed: such changes would get no noise."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
         self._parameters = list(model.named_parameters())
         # The dictionaries themselves, as a buffer may be exchanged for another tensor.
         self._buffers = [(path, module._buffers) for path, module in model.named_modules() if module._buffers]
         self._before: dict[str, tuple[int, int]] = {}
+        self._suspects = suspects(model)
 
     def begin(self) -> None:
         self._before = self._state()
@@ -29,7 +29,7 @@ class Watch:
                     "keep it as it is while training (use nn.GroupNorm in place of running statistics), or change "
                     "it after optimizer.step()"
                 )
-        refuse_mixing(self._model)
+        refuse_mixing(self._suspects)
 
     def _state(self) -> dict[str, tuple[int, int]]:
         found = {name: _version(parameter) for name, parameter in self._parameters}
