@@ -23,7 +23,7 @@ MODES = ("auto", "bookkeeping", "hooks", "functorch", "ghost")
 def make_clipping(
     mode: str, model: nn.Module, parameters: Parameters, clip_norm: float, per_layer: bool
 ) -> Clipping:
-    """The clipping for a mode."""
+    """The clipping for a mode. "auto" is book-keeping, and Opacus's hooks where a layer cannot be described."""
     _check.choice("clipping", mode, MODES)
     if mode == "ghost":
         warn("clipping='ghost'", "clipping='bookkeeping'")
@@ -35,14 +35,20 @@ def make_clipping(
         )
     refuse_mixing(suspects(model))
     refuse_shared_memory(model)
-    if mode in ("auto", "bookkeeping"):
-        try:
-            return Bookkeeping(model, parameters, clip_norm, per_layer)
-        except UnsupportedError as reason:
-            if mode == "bookkeeping" or sharded:
-                raise
-            warnings.warn(f"clipping='auto': Opacus's hooks clip this model, since {reason}", stacklevel=4)
-    return by_hooks(model, parameters, clip_norm, per_layer, mode == "functorch")
+    if mode in ("hooks", "functorch"):
+        return by_hooks(model, parameters, clip_norm, per_layer, mode == "functorch")
+
+    def otherwise(reason: Exception) -> Clipping:
+        warnings.warn(f"clipping='auto': Opacus's hooks clip this model, since {reason}", stacklevel=2)
+        return by_hooks(model, parameters, clip_norm, per_layer)
+
+    may_change = mode == "auto" and not sharded
+    try:
+        return Bookkeeping(model, parameters, clip_norm, per_layer, otherwise if may_change else None)
+    except UnsupportedError as reason:
+        if not may_change:
+            raise
+        return otherwise(reason)
 
 
 def by_hooks(

@@ -10,6 +10,7 @@ Guarantees:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from bandmf.torch.clipping import attention
 from bandmf.torch.clipping.contributions import Contribution, Pack, join
 from bandmf.torch.clipping.layers import layers_of
 from bandmf.torch.clipping.norms import Terms, squares_apart, total_squares
-from bandmf.torch.clipping.protocol import Parameters, clip_factors
+from bandmf.torch.clipping.protocol import Clipping, Parameters, clip_factors
 from bandmf.torch.clipping.recording import Recorder
 from bandmf.torch.clipping.refusals import UnsupportedError, used_elsewhere, wrong_rows
 
@@ -27,8 +28,15 @@ from bandmf.torch.clipping.refusals import UnsupportedError, used_elsewhere, wro
 class Bookkeeping:
     """The clipping of a model whose layers can be described."""
 
-    def __init__(self, model: nn.Module, parameters: Parameters, clip_norm: float, per_layer: bool) -> None:
-        self._parameters, self._per_layer = parameters, per_layer
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Parameters,
+        clip_norm: float,
+        per_layer: bool,
+        otherwise: Callable[[Exception], Clipping] | None = None,
+    ) -> None:
+        self._parameters, self._per_layer, self.otherwise = parameters, per_layer, otherwise
         self._sharded = any(isinstance(parameter, DTensor) for parameter in parameters.values())
         # Per layer, each parameter has an equal share; the norms of all add up to clip_norm in squares.
         self._limit = clip_norm / math.sqrt(len(parameters)) if per_layer else clip_norm
@@ -39,6 +47,11 @@ class Bookkeeping:
             if not layer.hooked:
                 assert isinstance(layer.module, nn.MultiheadAttention)
                 layer.module.forward = attention.Attention(layer.module, layer, self._recorder)  # type: ignore[method-assign]
+
+    def explain(self) -> str:
+        by_function = [layer.path for layer in self.layers if layer.rule is None and layer.hooked]
+        rest = f"; by torch.func, at more cost: {', '.join(by_function)}" if by_function else ""
+        return f"book-keeping, {len(self.layers) - len(by_function)} layers by rules{rest}"
 
     def record(self, rows: int | None) -> None:
         """From now on the model runs on a batch of so many examples; None: do not record."""

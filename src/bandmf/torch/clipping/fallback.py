@@ -47,7 +47,26 @@ class Call:
             return (output * gradient.unsqueeze(batch)).sum()
 
         device, dtype, enabled = self._autocast
-        dims = (None, [batch if single else None for single in cut], batch)
+        dims = [batch if single else None for single in cut]
         with torch.autocast(device, dtype=dtype, enabled=enabled):
-            found = vmap(grad(loss), in_dims=dims, randomness="same")(parameters, list(saved), gradient)
+            try:
+                each = vmap(grad(loss), in_dims=(None, dims, batch), randomness="same")
+                found = each(parameters, list(saved), gradient)
+            except RuntimeError:  # a layer whose way depends on the data, say: it takes one example at a time
+                found = _one_by_one(grad(loss), parameters, saved, dims, gradient, batch)
         return {name: each.to(wide(each.dtype)) for name, each in found.items()}
+
+
+def _one_by_one(
+    gradient_of: Any,
+    parameters: dict[str, Tensor],
+    saved: tuple[Tensor, ...],
+    dims: list[int | None],
+    gradient: Tensor,
+    batch: int,
+) -> dict[str, Tensor]:
+    single = []
+    for number in range(gradient.shape[batch]):
+        inputs = [t if dim is None else t.select(dim, number) for t, dim in zip(saved, dims, strict=True)]
+        single.append(gradient_of(parameters, inputs, gradient.select(batch, number)))
+    return {name: torch.stack([one[name] for one in single]) for name in parameters}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from bandmf.torch.clipping.contributions import wide
 from bandmf.torch.clipping.norms import roundoff
-from bandmf.torch.clipping.protocol import Parameters, clip_factors
+from bandmf.torch.clipping.protocol import Clipping, Parameters, clip_factors
 from bandmf.torch.clipping.refusals import used_elsewhere, wrong_rows
 
 # True of every first layer, and harmless: its inputs are data.
@@ -43,6 +44,12 @@ class PerExample:
         # Per layer, each parameter has an equal share; the norms of all add up to clip_norm in squares.
         self._limit = clip_norm / math.sqrt(len(parameters)) if per_layer else clip_norm
         self._hooks = Hooks(model, loss_reduction="sum", force_functorch=functorch)
+
+    otherwise: Callable[[Exception], Clipping] | None = None
+
+    def explain(self) -> str:
+        way = "torch.func" if self._hooks.force_functorch else "Opacus's rules"
+        return f"whole per-example gradients, by {way}"
 
     def record(self, rows: int | None) -> None:
         if rows is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -17,8 +18,12 @@ class Clipping(Protocol):
     after the backward pass `add_to` adds the clipped gradients of the first `valid` examples to the sums.
     """
 
+    # What takes over, given the reason, where a layer turns out not to be described; None if nothing may.
+    otherwise: Callable[[Exception], Clipping] | None
+
     @property
     def half_precision(self) -> bool: ...
+    def explain(self) -> str: ...
     def record(self, rows: int | None) -> None: ...
     def add_to(self, sums: dict[str, Tensor], rows: int, valid: int, scale: float) -> Tensor:
         """`scale` times what autograd found is the gradient of an example; returns how many were not finite."""

@@ -71,8 +71,10 @@ def make_private(
     `dataset` may be a DataLoader: its data set, collate function and workers are taken, its batches are not.
     It may be a stream, too: an iterable that gives (index, example) for all examples, each time it is
     iterated. `physical_batch_size` bounds how many examples are in memory at once: `optimizer.step()` then
-    adds up, and only the call for the last piece of a batch updates the weights. `clipping` is "hooks",
-    "functorch" or "ghost" (with `criterion=`, or `private.backward(losses)`). `scheduler` returns as
+    adds up, and only the call for the last piece of a batch updates the weights. `clipping` is "auto"
+    (book-keeping, and Opacus's hooks where a layer cannot be described), "bookkeeping", "hooks" or "functorch".
+    The loss is the mean (`loss_reduction`) over examples of losses that depend on one example each, which the first
+    batches check unless `self_test=False`. `scheduler` returns as
     `private.scheduler`, which counts logical steps. `run_folder` keeps key, ledger and checkpoints;
     `private.resume()` continues from there; `save_every` steps, and at the end, a checkpoint is written by
     itself.
@@ -168,6 +170,16 @@ class Private:
                 "losses.shape", tuple(losses.shape), f"must be ({rows},): one loss for each example"
             )
         mean_or_sum(losses, self.stepper.mean_loss).backward()
+
+    def explain(self) -> str:
+        """How this run clips and whether that is tested, and the plan."""
+        test = (
+            "on the first batches" if self.stepper.self_test is not None else "switched off: nothing checks"
+        )
+        what = "that an example has the same gradient alone and in a batch"
+        return (
+            f"Clipping: {self.stepper.clipping.explain()}.\nSelf-test {test} {what}.\n{self.plan.explain()}"
+        )
 
     def non_finite_examples(self) -> int:
         """How often an example had a gradient that is not finite, and counted nothing, on this rank.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from bandmf.torch.clipping.refusals import used_elsewhere
+from bandmf.torch.clipping.refusals import UnsupportedError, used_elsewhere
 from bandmf.torch.noise.shards import local
 from bandmf.torch.training.random_state import RandomState
 
@@ -53,6 +53,7 @@ class SelfTest:
         self._alone: dict[int, Sketch] = {}
         self._halved = False  # whether numbers of half precision were seen
         self._drew = False
+        self._exchanged = False  # another way of clipping has taken over
         self._handles: list[Any] = []
         self._before: RandomState | None = None
 
@@ -74,6 +75,8 @@ class SelfTest:
                 yield rehearsal
                 if number == 0 and any(self._stepper.ranks.gather(self._drew)):
                     self._model.eval()
+                    yield rehearsal
+                if self._exchanged:
                     yield rehearsal
         finally:
             for handle in self._handles:
@@ -120,8 +123,18 @@ class SelfTest:
         if rehearsal.alone:
             self._finish_alone(rehearsal.members[0], scale)
         else:
-            self._compare(rehearsal, scale)
+            self._compare_or_exchange(rehearsal, scale)
         self._stepper.clipping.clear()
+
+    def _compare_or_exchange(self, rehearsal: Rehearsal, scale: float) -> None:
+        stepper = self._stepper
+        try:
+            self._compare(rehearsal, scale)
+        except UnsupportedError as reason:
+            if stepper.clipping.otherwise is None:
+                raise
+            stepper.clipping.remove()
+            stepper.clipping, self._exchanged = stepper.clipping.otherwise(reason), True
 
     def _finish_alone(self, number: int, scale: float) -> None:
         found = self._alone[number]
