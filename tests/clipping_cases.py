@@ -111,10 +111,17 @@ class Block(nn.Module):
 
     def __init__(self, kind, batch_first, norm_first, stacked=False):
         super().__init__()
-        options = {"dim_feedforward": 12, "dropout": 0.0, "batch_first": batch_first, "norm_first": norm_first}
+        options = {
+            "dim_feedforward": 12,
+            "dropout": 0.0,
+            "batch_first": batch_first,
+            "norm_first": norm_first,
+        }
         self.block, self.batch_first = kind(8, 2, **options), batch_first
         if stacked:
-            self.block = nn.TransformerEncoder(self.block, 2, norm=nn.LayerNorm(8), enable_nested_tensor=False)
+            self.block = nn.TransformerEncoder(
+                self.block, 2, norm=nn.LayerNorm(8), enable_nested_tensor=False
+            )
 
     def forward(self, *inputs):
         if not self.batch_first:
@@ -386,9 +393,7 @@ CASES = {
     "tied embedding with padding": lambda: Case(Tied(padding_idx=3), (tokens(9),)),
     "linear called three times": lambda: Case(Twice(nn.Linear(6, 6)), (numbers(3, 6),)),
     "convolution called three times": lambda: Case(Twice(nn.Conv1d(4, 4, 3, padding=1)), (numbers(4, 6),)),
-    "attention called three times": lambda: Case(
-        Twice(SelfAttention(batch_first=True)), (numbers(3, 8),)
-    ),
+    "attention called three times": lambda: Case(Twice(SelfAttention(batch_first=True)), (numbers(3, 8),)),
     "layer norm called three times": lambda: Case(shaken(Twice(nn.LayerNorm(6))), (numbers(3, 6),)),
     "layer without a rule called three times": lambda: Case(Twice(Odd(6)), (numbers(3, 6),)),
     "one matrix in two kinds of layers": lambda: Case(SharedMatrix(), (numbers(3, 6),)),

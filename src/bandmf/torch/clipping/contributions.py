@@ -183,10 +183,15 @@ def add_tensors(totals: list[Tensor], gradients: list[Tensor], factors: Tensor, 
     """Add the sums over the examples of factor times gradient, of many small parameters at once."""
     if not totals:
         return
-    flat = torch.cat([gradient.flatten(1) for gradient in gradients], 1)
+    flat = torch.cat([in_rows(gradient) for gradient in gradients], 1)
     added = (scale * factors.to(flat.dtype)) @ flat
     pieces = added.split([total.numel() for total in totals])
     torch._foreach_add_(totals, [p.view_as(t).to(t.dtype) for p, t in zip(pieces, totals, strict=True)])
+
+
+def in_rows(gradients: Tensor) -> Tensor:
+    """(examples, numbers); a parameter that is one number has one."""
+    return gradients.reshape(len(gradients), -1) if gradients.ndim < 2 else gradients.flatten(1)
 
 
 def _three(tensor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from opacus.grad_sample.grad_sample_module import (
 from opacus.utils.module_utils import trainable_parameters
 from torch import Tensor, nn
 
-from bandmf.torch.clipping.contributions import wide
+from bandmf.torch.clipping.contributions import in_rows, wide
 from bandmf.torch.clipping.norms import roundoff
 from bandmf.torch.clipping.protocol import Parameters, clip_factors
 from bandmf.torch.clipping.refusals import used_elsewhere, wrong_rows
@@ -113,7 +113,7 @@ def _gradients(name: str, parameter: nn.Parameter, rows: int) -> Tensor | None:
 
 
 def _norms(sample: Tensor) -> Tensor:
-    return sample.flatten(1).norm(2, dim=1, dtype=wide(sample.dtype))
+    return in_rows(sample).norm(2, dim=1, dtype=wide(sample.dtype))
 
 
 def _flat(norms: dict[str, Tensor]) -> Tensor:

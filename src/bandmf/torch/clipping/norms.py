@@ -24,7 +24,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bandmf.torch.clipping.contributions import PORTION, Contribution, Outer, Patches, Rows, join, wide
+from bandmf.torch.clipping.contributions import (
+    PORTION,
+    Contribution,
+    Outer,
+    Patches,
+    Rows,
+    in_rows,
+    join,
+    wide,
+)
 
 
 @dataclass(frozen=True)
@@ -67,13 +76,13 @@ def _of_terms(terms: list[Contribution]) -> Squares:
     if isinstance(term, Rows):
         return _of_rows(term)
     if isinstance(term, Patches):
-        portions = [_of_matrix(outer) for _, outer in term.portions()]
+        portions = [_of_matrix(outer, _convolution_error(outer.left)) for _, outer in term.portions()]
         return Squares(torch.cat([p.norm for p in portions]), torch.cat([p.slack for p in portions]))
     return _of_outers({0: term})[0] if _by_gram(term) else _of_matrix(term)
 
 
 def _of_tensor(gradients: Tensor) -> Squares:
-    norm = torch.linalg.vector_norm(gradients.flatten(1), dim=1, dtype=wide(gradients.dtype)).square()
+    norm = torch.linalg.vector_norm(in_rows(gradients), dim=1, dtype=wide(gradients.dtype)).square()
     return Squares(norm, roundoff(gradients) ** 2 * norm)
 
 
@@ -109,8 +118,8 @@ def _of_grams(k: Tensor, q: Tensor, outer: Outer) -> Squares:
     return Squares(norm, roundoff(outer.left) ** 2 * torch.minimum(*across))
 
 
-def _of_matrix(outer: Outer) -> Squares:
-    """By writing the matrices out, some examples at a time."""
+def _of_matrix(outer: Outer, in_sum: float = 0.0) -> Squares:
+    """By writing the matrices out, some examples at a time; `in_sum` is an error that only the sum has."""
     numbers = outer.left.shape[2] * outer.right.shape[2]
     at_once = max(1, PORTION // max(1, numbers))
     norms = []
@@ -120,7 +129,7 @@ def _of_matrix(outer: Outer) -> Squares:
     # The error of every entry is relative to its row and column, so the norm of all is at most u |left| |right|.
     most = _size(outer.left) * _size(outer.right)
     norm = (torch.cat(norms) + _entry_error(outer.left) * most).square()
-    return Squares(norm, (roundoff(outer.left) * most).square())
+    return Squares(norm, ((roundoff(outer.left) + in_sum) * most).square())
 
 
 def _of_rows(rows: Rows) -> Squares:
@@ -147,7 +156,8 @@ def _of_tied(terms: list[Contribution]) -> Squares:
     most = torch.linalg.vector_norm(picked, dim=(-2, -1)) * _size(outer.right) * _size(rows.values)
     both = _of_terms([outer]) + _of_terms([rows])
     error = _inner_error(outer.right) + _roundoff_of_cast(rows.values, outer.right)
-    norm = (both.norm + 2 * cross).clamp(min=0) + 2 * error * most
+    added = 4 * _addition(outer.right) * (both.norm + most)  # of the additions in the next line
+    norm = (both.norm + 2 * cross).clamp(min=0) + 2 * error * most + added
     return Squares(norm, both.slack)
 
 
@@ -163,13 +173,23 @@ def _of_mixture(terms: list[Contribution]) -> Squares:
     for number in range(examples):
         one = slice(number, number + 1)
         whole = sum(t[one] if isinstance(t, Tensor) else t.of(one).write_out(shape) for t in terms)
-        norms.append(torch.linalg.vector_norm(whole).square())
+        norms.append(torch.linalg.vector_norm(whole))
     norm = torch.stack(norms)
-    apart = [_of_terms([term]) for term in terms]
-    slack = sum((each.slack for each in apart), torch.zeros_like(norm))
-    # What cancels between the terms has the rounding error of the terms.
-    scale = sum((each.norm for each in apart), torch.zeros_like(norm))
-    return Squares(norm + 4 * math.sqrt(len(terms)) * 2.0**-23 * scale, slack)
+    slack = sum((_of_terms([term]).slack for term in terms), torch.zeros_like(norm))
+    # What cancels, within the terms or between them, leaves the rounding errors of what was added up.
+    error = sum((_written_error(term) for term in terms), torch.zeros_like(norm))
+    return Squares((norm * (1 + 8 * 2.0**-24) + error).square(), slack)
+
+
+def _written_error(term: Contribution) -> Tensor:
+    """At most the norm of the error of a gradient that is written out and added to others."""
+    if isinstance(term, Tensor):
+        return 4 * _addition(term) * _size(in_rows(term)[:, None])
+    if isinstance(term, Rows):
+        return 4 * _addition(term.values) * math.sqrt(term.values.shape[1]) * _size(term.values)
+    outers = [outer for _, outer in term.portions()] if isinstance(term, Patches) else [term]
+    errors = [(_entry_error(o.left) + 4 * _addition(o.left)) * _size(o.left) * _size(o.right) for o in outers]
+    return torch.cat(errors)
 
 
 def gram(vectors: Tensor) -> Tensor:
@@ -200,7 +220,7 @@ def _size(vectors: Tensor) -> Tensor:
 
 def _inner_error(vectors: Tensor) -> float:
     """Of an inner product over the last dimension, relative to the product of the norms."""
-    return _input_error(vectors) + _addition(vectors) * (1 + math.sqrt(vectors.shape[-1]) / 8)
+    return _input_error(vectors) + _addition(vectors) * (4 + math.sqrt(vectors.shape[-1]) / 8)
 
 
 def _entry_error(vectors: Tensor) -> float:
@@ -222,6 +242,11 @@ def _roundoff_of_cast(given: Tensor, to: Tensor) -> float:
 def _addition(vectors: Tensor) -> float:
     roundoff = torch.finfo(wide(vectors.dtype)).eps / 2
     return 4 * roundoff if vectors.is_cuda else roundoff  # tensor cores cut off where others round
+
+
+def _convolution_error(vectors: Tensor) -> float:
+    """Of the sum of a convolution, which has a setting of its own for TF32, on by default."""
+    return 2.0**-10 if vectors.is_cuda and torch.backends.cudnn.allow_tf32 else 0.0
 
 
 def _input_error(vectors: Tensor) -> float:
