@@ -52,13 +52,15 @@ class Outer:
 
     def add_to(self, total: Tensor, factors: Tensor, scale: float) -> None:
         """Add scale times the sum over the examples of factor times gradient."""
-        left = torch.empty_like(self.left)
-        torch.mul(self.left, factors[:, None, None], out=left)  # rounded once; `norms` allows for it
-        _add_product(total.view(left.shape[2], -1), left.flatten(0, 1), self.right.flatten(0, 1), scale)
+        given, right = self.left, self.right
+        if given.dtype == torch.float16:  # small factors would leave its range, and be rounded by up to 100 percent
+            given, right = given.float(), right.float()
+        left = torch.empty_like(given)
+        torch.mul(given, factors[:, None, None], out=left)  # rounded once; `norms` allows for it
+        _add_product(total.view(left.shape[2], -1), left.flatten(0, 1), right.flatten(0, 1), scale)
 
     def write_out(self, shape: torch.Size) -> Tensor:
-        dtype = wide(self.left.dtype)
-        return (self.left.to(dtype).mT @ self.right.to(dtype)).view(-1, *shape)
+        return product(self.left.mT, self.right).view(-1, *shape)
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,21 @@ def add_tensors(totals: list[Tensor], gradients: list[Tensor], factors: Tensor, 
     torch._foreach_add_(totals, [p.view_as(t).to(t.dtype) for p, t in zip(pieces, totals, strict=True)])
 
 
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """A batched product in float32 or better: products of half-precision numbers are exact there."""
+    dtype = wide(left.dtype)
+    if left.dtype != dtype and left.is_cuda:
+        return torch.bmm(left, right, out_dtype=dtype)
+    if _thin(left, right):
+        return torch.bmm(left.double(), right.double()).to(dtype)
+    return torch.bmm(left.to(dtype), right.to(dtype))
+
+
+def _thin(left: Tensor, right: Tensor) -> bool:
+    """Where the CPU adds one by one, and 10^4 equal numbers lose the fourth digit: long sums for few results."""
+    return left.is_cpu and min(left.shape[-2], right.shape[-1]) <= 16 and left.shape[-1] > 64
+
+
 def in_rows(gradients: Tensor) -> Tensor:
     """(examples, numbers); a parameter that is one number has one."""
     return gradients.reshape(len(gradients), -1) if gradients.ndim < 2 else gradients.flatten(1)
@@ -203,10 +220,10 @@ def _three(tensor: Tensor) -> Tensor:
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
     """total += scale * left' right, added up in the dtype of `total`."""
-    if left.dtype == total.dtype:
+    if left.dtype == torch.float64 or _thin(left.T, right):
+        total.add_((left.T.double() @ right.double()).to(total.dtype), alpha=scale)
+    elif left.dtype == total.dtype:
         total.addmm_(left.T, right, alpha=scale)
-    elif left.dtype == torch.float64:
-        total.add_((left.T @ right).to(total.dtype), alpha=scale)
     elif left.is_cuda:  # exact products of half-precision numbers, added up in float32
         torch.addmm(total, left.T, right, alpha=scale, out_dtype=total.dtype, out=total)
     else:

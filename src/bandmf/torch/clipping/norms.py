@@ -32,6 +32,7 @@ from bandmf.torch.clipping.contributions import (
     Rows,
     in_rows,
     join,
+    product,
     wide,
 )
 
@@ -82,7 +83,7 @@ def _of_terms(terms: list[Contribution]) -> Squares:
 
 
 def _of_tensor(gradients: Tensor) -> Squares:
-    norm = torch.linalg.vector_norm(in_rows(gradients), dim=1, dtype=wide(gradients.dtype)).square()
+    norm = size(gradients).square()
     return Squares(norm, roundoff(gradients) ** 2 * norm)
 
 
@@ -114,8 +115,10 @@ def _of_grams(k: Tensor, q: Tensor, outer: Outer) -> Squares:
     traces = [m.diagonal(dim1=-2, dim2=-1).sum(-1) for m in (k, q)]
     sizes = [torch.linalg.vector_norm(m, dim=(-2, -1)) for m in (k, q)]
     across = (traces[0] * sizes[1], sizes[0] * traces[1])
-    norm = (k * q).sum((-2, -1)).clamp(min=0) + u * (across[0] + across[1])
-    return Squares(norm, roundoff(outer.left) ** 2 * torch.minimum(*across))
+    # Numbers too small for their dtype are zero in one matrix, however large those of the other.
+    lost = torch.finfo(k.dtype).tiny * k.shape[-1] * (traces[0] + traces[1])
+    norm = (k * q).sum((-2, -1)).clamp(min=0) + u * (across[0] + across[1]) + lost
+    return Squares(norm, roundoff(outer.left, k.shape[-1]) ** 2 * torch.minimum(*across))
 
 
 def _of_matrix(outer: Outer, in_sum: float = 0.0) -> Squares:
@@ -125,11 +128,11 @@ def _of_matrix(outer: Outer, in_sum: float = 0.0) -> Squares:
     norms = []
     for begin in range(0, outer.examples, at_once):
         part = outer.of(slice(begin, begin + at_once))
-        norms.append(torch.linalg.vector_norm(product(part.left.mT, part.right), dim=(1, 2)))
+        norms.append(size(product(part.left.mT, part.right)))
     # The error of every entry is relative to its row and column, so the norm of all is at most u |left| |right|.
-    most = _size(outer.left) * _size(outer.right)
+    most = size(outer.left) * size(outer.right)
     norm = (torch.cat(norms) + _entry_error(outer.left) * most).square()
-    return Squares(norm, ((roundoff(outer.left) + in_sum) * most).square())
+    return Squares(norm, ((roundoff(outer.left, outer.left.shape[1]) + in_sum) * most).square())
 
 
 def _of_rows(rows: Rows) -> Squares:
@@ -137,7 +140,10 @@ def _of_rows(rows: Rows) -> Squares:
     trace = k.diagonal(dim1=-2, dim2=-1).sum(-1)
     error = _inner_error(rows.values) * trace * torch.linalg.vector_norm(same, dim=(-2, -1))
     norm = (k * same).sum((-2, -1)).clamp(min=0) + error
-    return Squares(norm, torch.zeros_like(norm))
+    # The values of equal tokens are added one by one: an error of u / 4 for each, of all that were added.
+    often = same.sum(-1)
+    one_by_one = _addition(rows.values) ** 2 * (2 + often / 4).square() * often
+    return Squares(norm, (one_by_one * k.diagonal(dim1=-2, dim2=-1)).sum(-1))
 
 
 def _of_tied(terms: list[Contribution]) -> Squares:
@@ -153,7 +159,7 @@ def _of_tied(terms: list[Contribution]) -> Squares:
     inner = product(outer.right, rows.values.to(outer.right.dtype).mT)
     cross = (picked * inner).sum((-2, -1))
     # The bound of the rounding error, again by Cauchy-Schwarz.
-    most = torch.linalg.vector_norm(picked, dim=(-2, -1)) * _size(outer.right) * _size(rows.values)
+    most = torch.linalg.vector_norm(picked, dim=(-2, -1)) * size(outer.right) * size(rows.values)
     both = _of_terms([outer]) + _of_terms([rows])
     error = _inner_error(outer.right) + _roundoff_of_cast(rows.values, outer.right)
     added = 4 * _addition(outer.right) * (both.norm + most)  # of the additions in the next line
@@ -173,8 +179,8 @@ def _of_mixture(terms: list[Contribution]) -> Squares:
     for number in range(examples):
         one = slice(number, number + 1)
         whole = sum(t[one] if isinstance(t, Tensor) else t.of(one).write_out(shape) for t in terms)
-        norms.append(torch.linalg.vector_norm(whole))
-    norm = torch.stack(norms)
+        norms.append(size(whole))  # type: ignore[arg-type]
+    norm = torch.cat(norms)
     slack = sum((_of_terms([term]).slack for term in terms), torch.zeros_like(norm))
     # What cancels, within the terms or between them, leaves the rounding errors of what was added up.
     error = sum((_written_error(term) for term in terms), torch.zeros_like(norm))
@@ -184,35 +190,32 @@ def _of_mixture(terms: list[Contribution]) -> Squares:
 def _written_error(term: Contribution) -> Tensor:
     """At most the norm of the error of a gradient that is written out and added to others."""
     if isinstance(term, Tensor):
-        return 4 * _addition(term) * _size(in_rows(term)[:, None])
+        return 4 * _addition(term) * size(term)
     if isinstance(term, Rows):
-        return 4 * _addition(term.values) * math.sqrt(term.values.shape[1]) * _size(term.values)
+        return 4 * _addition(term.values) * math.sqrt(term.values.shape[1]) * size(term.values)
     outers = [outer for _, outer in term.portions()] if isinstance(term, Patches) else [term]
-    errors = [(_entry_error(o.left) + 4 * _addition(o.left)) * _size(o.left) * _size(o.right) for o in outers]
+    errors = [(_entry_error(o.left) + 4 * _addition(o.left)) * size(o.left) * size(o.right) for o in outers]
     return torch.cat(errors)
 
 
 def gram(vectors: Tensor) -> Tensor:
     """The inner products of all pairs of an example's vectors."""
     if vectors.shape[1] == 1:
-        return _size(vectors).square()[:, None, None]
+        return size(vectors).square()[:, None, None]
     return product(vectors, vectors.mT)
-
-
-def product(left: Tensor, right: Tensor) -> Tensor:
-    """A batched product in float32 or better: products of half-precision numbers are exact there."""
-    dtype = wide(left.dtype)
-    if left.dtype != dtype and left.is_cuda:
-        return torch.bmm(left, right, out_dtype=dtype)
-    return torch.bmm(left.to(dtype), right.to(dtype))
 
 
 def _same(first: Tensor, second: Tensor) -> Tensor:
     return first[:, :, None] == second[:, None, :]
 
 
-def _size(vectors: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(vectors, dim=(1, 2), dtype=wide(vectors.dtype))
+def size(gradients: Tensor) -> Tensor:
+    """The norm of each example. Torch's own adds squares one by one on the CPU: of 10^6 it loses the fourth digit."""
+    rows, dtype = in_rows(gradients), wide(gradients.dtype)
+    if rows.is_cuda:
+        return torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
+    parts = [part.to(dtype).square().sum(1) for part in rows.split(PORTION // 16, 1)]
+    return torch.stack(parts).sum(0).sqrt()
 
 
 # --- relative errors ------------------------------------------------------------------------------------
@@ -220,18 +223,25 @@ def _size(vectors: Tensor) -> Tensor:
 
 def _inner_error(vectors: Tensor) -> float:
     """Of an inner product over the last dimension, relative to the product of the norms."""
-    return _input_error(vectors) + _addition(vectors) * (4 + math.sqrt(vectors.shape[-1]) / 8)
+    return _input_error(vectors) + _addition(vectors) * (2 + accumulation(vectors.shape[-1]))
 
 
 def _entry_error(vectors: Tensor) -> float:
     """Of a sum over t, relative to the product of the Frobenius norms."""
-    return _input_error(vectors) + 2 * _addition(vectors)
+    return _input_error(vectors) + _addition(vectors) * accumulation(vectors.shape[1])
 
 
-def roundoff(vectors: Tensor) -> float:
-    """Of what is added to the sum: factor times gradient, in its dtype, and the product's own."""
+def roundoff(vectors: Tensor, times: int = 1) -> float:
+    """Of what is added to the sum: factor times gradient, in its dtype, and the product's own over so many times."""
     own = torch.finfo(vectors.dtype).eps / 2
-    return own + _input_error(vectors) + 2 * _addition(vectors)
+    if vectors.dtype == torch.float16:  # multiplied in float32, which TF32 may cut off
+        own *= 2
+    return own + _input_error(vectors) + _addition(vectors) * accumulation(times)
+
+
+def accumulation(terms: int) -> float:
+    """The error of a sum of so many equal numbers, the worst case, in roundoffs; measured in matrix products."""
+    return 2 + min(terms, 256) / 20 + math.sqrt(terms) / 8
 
 
 def _roundoff_of_cast(given: Tensor, to: Tensor) -> float:
