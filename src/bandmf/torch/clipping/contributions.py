@@ -54,6 +54,10 @@ class Outer:
     def add_to(self, total: Tensor, factors: Tensor, scale: float) -> None:
         """Add scale times the sum over the examples of factor times gradient."""
         left, right = self.left, self.right
+        if (
+            left.dtype == torch.float16
+        ):  # small factors would leave its range, and be rounded by up to 100 percent
+            left, right = left.float(), right.float()
         if self.scales_left:
             left = _times(left, factors)
         else:
@@ -67,9 +71,8 @@ class Outer:
         return self.left.shape[2] <= self.right.shape[2]
 
     def write_out(self, shape: torch.Size) -> Tensor:
-        dtype = wide(self.left.dtype)
         with exact():
-            return (self.left.to(dtype).mT @ self.right.to(dtype)).view(-1, *shape)
+            return product(self.left.mT, self.right).view(-1, *shape)
 
 
 @dataclass(frozen=True)
@@ -201,7 +204,7 @@ class Pack:
 
     @staticmethod
     def of(gradients: dict[str, Tensor]) -> Pack:
-        flat = [gradient.flatten(1) for gradient in gradients.values()]
+        flat = [in_rows(gradient) for gradient in gradients.values()]
         return Pack(tuple(gradients), tuple(each.shape[1] for each in flat), torch.cat(flat, 1))
 
     def keep(self, examples: Tensor) -> Pack:
@@ -241,6 +244,26 @@ def exact() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """A batched product in float32 or better: products of half-precision numbers are exact there."""
+    dtype = wide(left.dtype)
+    if left.dtype != dtype and left.is_cuda:
+        return torch.bmm(left, right, out_dtype=dtype)
+    if _thin(left, right):
+        return torch.bmm(left.double(), right.double()).to(dtype)
+    return torch.bmm(left.to(dtype), right.to(dtype))
+
+
+def _thin(left: Tensor, right: Tensor) -> bool:
+    """Where the CPU adds one by one, and 10^4 equal numbers lose the fourth digit: long sums for few results."""
+    return left.is_cpu and min(left.shape[-2], right.shape[-1]) <= 16 and left.shape[-1] > 64
+
+
+def in_rows(gradients: Tensor) -> Tensor:
+    """(examples, numbers); a parameter that is one number has one."""
+    return gradients.reshape(len(gradients), -1) if gradients.ndim < 2 else gradients.flatten(1)
+
+
 def _times(vectors: Tensor, factors: Tensor) -> Tensor:
     """In the dtype of the vectors, rounded once; `norms` allows for it."""
     return torch.mul(vectors, factors[:, None, None], out=torch.empty_like(vectors))
@@ -255,10 +278,10 @@ def _three(tensor: Tensor) -> Tensor:
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
     """total += scale * left' right, added up in the dtype of `total`."""
-    if left.dtype == total.dtype:
+    if left.dtype == torch.float64 or _thin(left.T, right):
+        total.add_((left.T.double() @ right.double()).to(total.dtype), alpha=scale)
+    elif left.dtype == total.dtype:
         total.addmm_(left.T, right, alpha=scale)
-    elif left.dtype == torch.float64:
-        total.add_((left.T @ right).to(total.dtype), alpha=scale)
     elif left.is_cuda:  # exact products of half-precision numbers, added up in float32
         torch.addmm(total, left.T, right, alpha=scale, out_dtype=total.dtype, out=total)
     else:

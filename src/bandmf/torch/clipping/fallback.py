@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from bandmf.torch.clipping.contributions import wide
 from bandmf.torch.clipping.recording import Layer
+from bandmf.torch.clipping.refusals import UnsupportedError
 
 
 class Call:
@@ -35,6 +36,11 @@ class Call:
         """(examples, *shape) for each parameter of the layer, from the gradient of one of its outputs."""
         batch, module = self.layer.batch, self.layer.module
         cut = [t.ndim > batch and t.shape[batch] == self._rows for t in saved]
+        if not any(cut):  # a part of the output is no example, even if there are as many
+            raise UnsupportedError(
+                f"{self.layer.path!r} is given nothing that has one row for each example; weight_norm and other "
+                "parametrizations are like that, leave them out"
+            )
         parameters = {name: module.get_parameter(name).detach() for name in self.layer.names}
 
         def loss(parameters: dict[str, Tensor], inputs: list[Tensor], gradient: Tensor) -> Tensor:

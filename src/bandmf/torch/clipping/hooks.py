@@ -21,7 +21,7 @@ from opacus.utils.module_utils import trainable_parameters
 from torch import Tensor, nn
 
 from bandmf.torch.clipping.contributions import wide
-from bandmf.torch.clipping.norms import roundoff
+from bandmf.torch.clipping.norms import roundoff, size
 from bandmf.torch.clipping.protocol import Clipping, Parameters, clip_factors
 from bandmf.torch.clipping.refusals import used_elsewhere, wrong_rows
 
@@ -66,7 +66,7 @@ class PerExample:
     @torch.no_grad()
     def add_to(self, sums: dict[str, Tensor], rows: int, valid: int, scale: float) -> Tensor:
         samples = self._samples(rows)
-        norms = {name: scale * _norms(sample) for name, sample in samples.items()}
+        norms = {name: scale * size(sample) for name, sample in samples.items()}
         flat = _flat(norms)
         good = flat.isfinite()
         counted = good.clone()
@@ -85,7 +85,7 @@ class PerExample:
         samples = self._samples(rows)
         for name, sample in samples.items():
             sums[name].add_(sample[number].to(sums[name].dtype).view_as(sums[name]), alpha=scale)
-        return scale * _flat({name: _norms(sample) for name, sample in samples.items()})[number]
+        return scale * _flat({name: size(sample) for name, sample in samples.items()})[number]
 
     def _samples(self, rows: int) -> dict[str, Tensor]:
         found = {name: _gradients(name, p, rows) for name, p in self._parameters.items()}
@@ -119,14 +119,10 @@ def _gradients(name: str, parameter: nn.Parameter, rows: int) -> Tensor | None:
     return samples
 
 
-def _norms(sample: Tensor) -> Tensor:
-    return sample.flatten(1).norm(2, dim=1, dtype=wide(sample.dtype))
-
-
 def _flat(norms: dict[str, Tensor]) -> Tensor:
     """Over all parameters."""
     device = next(iter(norms.values())).device
-    return torch.stack([norm.to(device) for norm in norms.values()]).norm(2, dim=0)
+    return torch.stack([norm.to(device).square() for norm in norms.values()]).sum(0).sqrt()
 
 
 def _add(total: Tensor, factor: Tensor, sample: Tensor, scale: float) -> None:

@@ -34,6 +34,8 @@ from bandmf.torch.clipping.contributions import (
     Rows,
     by_gram,
     exact,
+    in_rows,
+    product,
     wide,
 )
 
@@ -120,7 +122,7 @@ def _of_terms(terms: list[Contribution]) -> Squares:
 
 
 def _of_tensor(gradients: Tensor) -> Squares:
-    norm = torch.linalg.vector_norm(gradients.flatten(1), dim=1, dtype=wide(gradients.dtype)).square()
+    norm = size(gradients).square()
     return Squares(norm, roundoff(gradients) ** 2 * norm)
 
 
@@ -143,10 +145,12 @@ def _of_grams(k: Tensor, q: Tensor, outer: Outer) -> Squares:
     traces = [m.diagonal(dim1=-2, dim2=-1).sum(-1) for m in (k, q)]
     sizes = [torch.linalg.vector_norm(m, dim=(-2, -1)) for m in (k, q)]
     across = (traces[0] * sizes[1], sizes[0] * traces[1])
-    norm = (k * q).sum((-2, -1)).clamp(min=0) + u * (across[0] + across[1])
+    # Numbers too small for their dtype are zero in one matrix, however large those of the other.
+    lost = torch.finfo(k.dtype).tiny * k.shape[-1] * (traces[0] + traces[1])
+    norm = (k * q).sum((-2, -1)).clamp(min=0) + u * (across[0] + across[1]) + lost
     rounded = across[0] if outer.scales_left else across[1]
-    own, product = torch.finfo(outer.left.dtype).eps / 2, _input_error(outer.left) + 2 * _addition(outer.left)
-    return Squares(norm, 2 * (own**2 * rounded + product**2 * torch.maximum(*across)))
+    own, added = _own_roundoff(outer.left), _product_error(outer.left, k.shape[-1])
+    return Squares(norm, 2 * (own**2 * rounded + added**2 * torch.maximum(*across)))
 
 
 def _of_matrix(outer: Outer) -> Squares:
@@ -157,12 +161,11 @@ def _of_matrix(outer: Outer) -> Squares:
     for begin in range(0, outer.examples, at_once):
         part = outer.of(slice(begin, begin + at_once))
         with exact():
-            norms.append(torch.linalg.vector_norm(product(part.left.mT, part.right), dim=(1, 2)))
+            norms.append(size(product(part.left.mT, part.right)))
     # Entries are sums over t, with errors that add up to no more than so much of |left| |right|.
-    most = _size(outer.left) * _size(outer.right)
-    norm = (torch.cat(norms) + 2 * _addition(outer.left) * most).square()
-    slack = torch.finfo(outer.left.dtype).eps / 2 + 2 * _addition(outer.left)
-    return Squares(norm, (slack * most).square())
+    most, error = size(outer.left) * size(outer.right), _sum_error(outer.left)
+    norm = (torch.cat(norms) + error * most).square()
+    return Squares(norm, ((_own_roundoff(outer.left) + error) * most).square())
 
 
 def _of_rows(rows: Rows) -> Squares:
@@ -170,7 +173,10 @@ def _of_rows(rows: Rows) -> Squares:
     trace = k.diagonal(dim1=-2, dim2=-1).sum(-1)
     error = _inner_error(rows.values) * trace * torch.linalg.vector_norm(same, dim=(-2, -1))
     norm = (k * same).sum((-2, -1)).clamp(min=0) + error
-    return Squares(norm, torch.zeros_like(norm))
+    # The values of equal tokens are added one by one: an error of u / 4 for each, of all that were added.
+    often = same.sum(-1)
+    one_by_one = _addition(rows.values) ** 2 * (2 + often / 4).square() * often
+    return Squares(norm, (one_by_one * k.diagonal(dim1=-2, dim2=-1)).sum(-1))
 
 
 def _of_tied(terms: list[Contribution]) -> Squares:
@@ -186,10 +192,11 @@ def _of_tied(terms: list[Contribution]) -> Squares:
     inner = product(outer.right, rows.values.to(outer.right.dtype).mT)
     cross = (picked * inner).sum((-2, -1))
     # The bound of the rounding error, again by Cauchy-Schwarz.
-    most = torch.linalg.vector_norm(picked, dim=(-2, -1)) * _size(outer.right) * _size(rows.values)
+    most = torch.linalg.vector_norm(picked, dim=(-2, -1)) * size(outer.right) * size(rows.values)
     both = _of_terms([outer]) + _of_terms([rows])
     error = _inner_error(outer.right) + _roundoff_of_cast(rows.values, outer.right)
-    norm = (both.norm + 2 * cross).clamp(min=0) + 2 * error * most
+    added = 4 * _addition(outer.right) * (both.norm + most)  # of the additions in the next line
+    norm = (both.norm + 2 * cross).clamp(min=0) + 2 * error * most + added
     return Squares(norm, both.slack)
 
 
@@ -205,36 +212,43 @@ def _of_mixture(terms: list[Contribution]) -> Squares:
     for number in range(examples):
         one = slice(number, number + 1)
         whole = sum(t[one] if isinstance(t, Tensor) else t.of(one).write_out(shape) for t in terms)
-        norms.append(torch.linalg.vector_norm(whole).square())
-    norm = torch.stack(norms)
-    apart = [_of_terms([term]) for term in terms]
-    slack = sum((each.slack for each in apart), torch.zeros_like(norm))
-    # What cancels between the terms has the rounding error of the terms.
-    scale = sum((each.norm for each in apart), torch.zeros_like(norm))
-    return Squares(norm + 4 * math.sqrt(len(terms)) * 2.0**-23 * scale, slack)
+        norms.append(size(whole))  # type: ignore[arg-type]
+    norm = torch.cat(norms)
+    slack = sum((_of_terms([term]).slack for term in terms), torch.zeros_like(norm))
+    # What cancels, within the terms or between them, leaves the rounding errors of what was added up.
+    error = sum((_written_error(term) for term in terms), torch.zeros_like(norm))
+    return Squares((norm * (1 + 8 * 2.0**-24) + error).square(), slack)
+
+
+def _written_error(term: Contribution) -> Tensor:
+    """At most the norm of the error of a gradient that is written out and added to others."""
+    if isinstance(term, Tensor):
+        return 4 * _addition(term) * size(term)
+    if isinstance(term, Rows):
+        return 4 * _addition(term.values) * math.sqrt(term.values.shape[1]) * size(term.values)
+    outers = [outer for _, outer in term.portions()] if isinstance(term, Patches) else [term]
+    errors = [(_sum_error(o.left) + 4 * _addition(o.left)) * size(o.left) * size(o.right) for o in outers]
+    return torch.cat(errors)
 
 
 def gram(vectors: Tensor) -> Tensor:
     """The inner products of all pairs of an example's vectors."""
     if vectors.shape[1] == 1:
-        return _size(vectors).square()[:, None, None]
+        return size(vectors).square()[:, None, None]
     return product(vectors, vectors.mT)
-
-
-def product(left: Tensor, right: Tensor) -> Tensor:
-    """A batched product in float32 or better: products of half-precision numbers are exact there."""
-    dtype = wide(left.dtype)
-    if left.dtype != dtype and left.is_cuda:
-        return torch.bmm(left, right, out_dtype=dtype)
-    return torch.bmm(left.to(dtype), right.to(dtype))
 
 
 def _same(first: Tensor, second: Tensor) -> Tensor:
     return first[:, :, None] == second[:, None, :]
 
 
-def _size(vectors: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(vectors, dim=(1, 2), dtype=wide(vectors.dtype))
+def size(gradients: Tensor) -> Tensor:
+    """The norm of each example. Torch's own adds squares one by one on the CPU: of 10^6 it loses the fourth digit."""
+    rows, dtype = in_rows(gradients), wide(gradients.dtype)
+    if rows.is_cuda:
+        return torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
+    parts = [part.to(dtype).square().sum(1) for part in rows.split(PORTION // 16, 1)]
+    return torch.stack(parts).sum(0).sqrt()
 
 
 # --- relative errors ------------------------------------------------------------------------------------
@@ -242,13 +256,34 @@ def _size(vectors: Tensor) -> Tensor:
 
 def _inner_error(vectors: Tensor) -> float:
     """Of an inner product over the last dimension, relative to the product of the norms."""
-    return _input_error(vectors) + _addition(vectors) * (1 + math.sqrt(vectors.shape[-1]) / 8)
+    return _input_error(vectors) + _addition(vectors) * (2 + accumulation(vectors.shape[-1]))
 
 
-def roundoff(vectors: Tensor) -> float:
-    """Of what is added to the sum: factor times gradient, in its dtype, and the product's own."""
+def _sum_error(vectors: Tensor) -> float:
+    """Of an exact() sum over t, relative to the product of the Frobenius norms."""
+    return _addition(vectors) * accumulation(vectors.shape[1])
+
+
+def _product_error(vectors: Tensor, times: int) -> float:
+    """Of the products that are added to the sum, over so many times."""
+    return _input_error(vectors) + _addition(vectors) * accumulation(times)
+
+
+def _own_roundoff(vectors: Tensor) -> float:
+    """Of factor times gradient, in its dtype."""
     own = torch.finfo(vectors.dtype).eps / 2
-    return own + _input_error(vectors) + 2 * _addition(vectors)
+    # Float16 is multiplied in float32, which TF32 may cut off.
+    return 2 * own if vectors.dtype == torch.float16 else own
+
+
+def roundoff(vectors: Tensor, times: int = 1) -> float:
+    """Of what is added to the sum, all in all."""
+    return _own_roundoff(vectors) + _product_error(vectors, times)
+
+
+def accumulation(terms: int) -> float:
+    """The error of a sum of so many equal numbers, the worst case, in roundoffs; measured in matrix products."""
+    return 2 + min(terms, 256) / 20 + math.sqrt(terms) / 8
 
 
 def _roundoff_of_cast(given: Tensor, to: Tensor) -> float:

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from bandmf import _check
+from bandmf.torch.training.self_test import REHEARSALS
 from bandmf.torch.training.step import Piece, Stepper
 
 _FOR_STREAMS = ("collate_fn",)
@@ -45,6 +46,13 @@ class Loader:
 
     def __len__(self) -> int:
         return min(self.epoch_steps, self._stepper.plan.steps)
+
+    @property
+    def rehearsals(self) -> int:
+        """How many batches of the self-test come before the first step, for loops that count batches."""
+        test = self._stepper.self_test
+        over = test is None or test.passed or self._stepper.sampler.examples < 2
+        return 0 if over else REHEARSALS
 
     def __iter__(self) -> Iterator[Any]:
         stepper = self._stepper

@@ -1,0 +1,137 @@
+"""The oracle of clipping: gradients of single examples by plain autograd in float64, one at a time.
+
+A case is a model, a batch of inputs with the examples in front, and `losses(model, *inputs)`, one for each example.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from bandmf.torch.clipping import make_clipping
+
+MODES = ("bookkeeping", "hooks", "functorch")
+
+
+def probe_losses(model, *inputs):
+    """A loss that is no symmetric function of the output, so that nothing is zero by accident."""
+    return probe(model(*inputs))
+
+
+def probe(output):
+    """One number for each example: products of sines with fixed random numbers."""
+    total = 0
+    for leaf in pytree.tree_leaves(output):
+        generator = torch.Generator().manual_seed(leaf[0].numel())
+        weight = torch.randn(leaf[0].numel(), generator=generator).to(leaf)
+        total = total + leaf.flatten(1).sin() @ weight
+    return total
+
+
+@dataclass
+class Case:
+    model: nn.Module
+    inputs: tuple[Tensor, ...]
+    losses: Callable[..., Tensor] = probe_losses
+
+    @property
+    def rows(self) -> int:
+        return len(self.inputs[0])
+
+
+def trained(model) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def double(inputs):
+    return [x.double() if x.is_floating_point() else x for x in inputs]
+
+
+def exact(case: Case) -> Tensor:
+    """(examples, all parameters) in float64."""
+    model, rows = copy.deepcopy(case.model).double(), []
+    parameters = list(trained(model).values())
+    for number in range(case.rows):
+        alone = [x[number : number + 1] for x in double(case.inputs)]
+        loss = case.losses(model, *alone).sum()
+        found = torch.autograd.grad(loss, parameters, allow_unused=True)
+        filled = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+        rows.append(torch.cat([g.flatten() for g in filled]))
+    return torch.stack(rows)
+
+
+@dataclass
+class Found:
+    gradients: Tensor  # (examples, all parameters), in float64 from the float32 sums
+    norms: Tensor  # as clipping sees them
+    clipping: Any
+    sums: dict[str, Tensor]
+
+
+def found(case: Case, mode: str = "bookkeeping", clip_norm: float = 1.0, **options: Any) -> Found:
+    """What clipping records of the batch, one example after the other."""
+    parameters = trained(case.model)
+    clipping = make_clipping(mode, case.model, parameters, clip_norm, options.pop("per_layer", False))
+    try:
+        clipping.record(case.rows)
+        case.losses(case.model, *case.inputs).sum().backward()
+        gradients, norms = [], []
+        for number in range(case.rows):
+            sums = empty_sums(parameters)
+            norms.append(float(clipping.add_example(sums, case.rows, number, 1.0)))
+            gradients.append(flat(sums))
+        sums = empty_sums(parameters)
+        clipping.add_to(sums, case.rows, case.rows, 1.0)
+    finally:
+        clipping.clear()
+        clipping.remove()
+    return Found(torch.stack(gradients), torch.tensor(norms, dtype=torch.float64), clipping, sums)
+
+
+def empty_sums(parameters):
+    return {name: torch.zeros(p.shape) for name, p in parameters.items()}
+
+
+def flat(sums):
+    return torch.cat([total.flatten().double() for total in sums.values()])
+
+
+def clipped(gradients: Tensor, clip_norm: float) -> Tensor:
+    """The sum of rows, each shortened to clip_norm."""
+    norms = gradients.norm(dim=1, keepdim=True)
+    return (gradients * (clip_norm / norms).clamp(max=1.0)).nan_to_num().sum(0)
+
+
+@dataclass
+class Errors:
+    gradient: float  # of a single example's gradient
+    above: float  # how far the norm is over-estimated
+    below: float  # how far the norm is below that of what is really added
+    total: float  # of the clipped sum
+
+    def __str__(self) -> str:
+        numbers = self.gradient, self.above, self.below, self.total
+        return "gradient {:.1e}, norm above {:.1e} below {:.1e}, sum {:.1e}".format(*numbers)
+
+
+def errors(case: Case, mode: str = "bookkeeping") -> Errors:
+    """All relative to the true norm; the clip norm is one that half of the examples pass."""
+    truth = exact(case)
+    norms = truth.norm(dim=1)
+    clip_norm = float(norms.median())
+    seen = found(case, mode, clip_norm)
+    size = norms.clamp(min=1e-30)
+    ours = seen.gradients.norm(dim=1)
+    total = clipped(truth, clip_norm)
+    return Errors(
+        float(((seen.gradients - truth).norm(dim=1) / size).max()),
+        float(((seen.norms - norms) / size).max()),
+        float(((ours - seen.norms) / size).max()),
+        float((flat(seen.sums) - total).norm() / total.norm()),
+    )
