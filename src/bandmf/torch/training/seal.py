@@ -74,7 +74,7 @@ def read(folder: Path, ledger: Ledger) -> tuple[Seal, Key]:
 
 def check_all(folder: Path, ledger: Ledger) -> None:
     """Refuse to go on where a checkpoint is not of this run, or knows lines that the ledger has lost."""
-    for path in checkpoints(folder):
+    for path in reversed(checkpoints(folder)):  # the newest knows most
         seal, _ = read(path, ledger)
         if seal.run_id == ledger.run_id and not ledger.knows(seal.entries, seal.chain):
             raise ValueError(

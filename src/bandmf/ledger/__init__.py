@@ -23,18 +23,15 @@ Guarantees:
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import os
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from bandmf import _check
-from bandmf._files import sync_folder
+from bandmf.ledger.file import LockedLines, Place
 from bandmf.randomness.key import Key
 
 _SIZE = 16  # bytes of a digest
@@ -88,20 +85,20 @@ class Ledger:
         run: Mapping[str, Any] | None = None,
         moved: str | None = None,
     ) -> None:
-        self._user_key, self._path, self._process = key, None if path is None else Path(path), os.getpid()
+        self._user_key, self._process = key, os.getpid()
         self._moved = _check.choice("moved", moved, (None, "moved", "copied"))
-        self._file: int | None = None
+        self._file = None if path is None else LockedLines(Path(path))
         self._forget(_fresh_run_id())
         try:
-            lines = self._open() if self._path is not None and self._path.exists() else []
-            for number, line in enumerate(lines):
-                self._read(number, line)
+            if self._file is not None and self._file.path.exists():
+                for number, line in enumerate(self._file.read()):
+                    self._read(number, line)
             self._check_place()
             if run is not None:
                 self.begin(run)
-        except BaseException:
-            self.close()
-            raise
+        finally:
+            if not self._begun:
+                self.close()  # until `begin`; whatever fails before that leaves no lock behind
 
     def _forget(self, run_id: str) -> None:
         """Be the empty ledger of this run."""
@@ -112,23 +109,32 @@ class Ledger:
             bytearray(),
             bytearray(),
         )  # two digests for each step; one for each line
-        self._place: dict[str, Any] | None = None
+        self._place: Place | None = None
         self.copied_from: dict[str, Any] | None = None
         self.replays = 0
+        self._begun = False
 
     # --- the beginning ------------------------------------------------------------------------------------
 
     def begin(self, run: Mapping[str, Any]) -> None:
         """Write the first line of a new run; of one that is on record, check that it goes on as it began."""
         self._check_process()
-        self._steps = _check.whole("steps", run["steps"])
-        if self.entries:
-            _expect(self.run, dict(run), self._path)
-            if self._moved is not None:
-                self._append({"kind": "moved", "place": self._here(self._file)})
-        else:
-            self.run = dict(run)
-            self._create()
+        steps = _check.whole("steps", run["steps"])
+        if self._file is not None:
+            self._file.take_up()
+        try:
+            if self.entries:
+                _expect(self.run, dict(run), self._file and self._file.path)
+            else:
+                self.run = dict(run)
+            self._steps, self._begun = steps, True
+            if not self.entries:
+                self._create()
+            elif self._moved is not None and self._file is not None:
+                self._append({"kind": "moved", "place": self._file.place()})
+        except BaseException:
+            self.close()
+            raise
 
     def copy(self) -> None:
         """Become the ledger of a new run, which the one on record is the ancestor of; `begin` replaces the file."""
@@ -149,58 +155,29 @@ class Ledger:
         entry: dict[str, Any] = {"kind": "run", "run_id": self.run_id}
         if self.copied_from is not None:
             entry["copied_from"] = self.copied_from
-        if self._path is None:
+        if self._file is None:
             self._append({**entry, **self.run})
             return
-        # Complete before it has its name, so that a crash leaves a run that began or none.
-        draft = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}")
-        original, self._file = (
-            self._file,
-            os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600),
-        )
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._append({**entry, "place": self._here(self._file), **self.run})
-            self._publish(draft, original is not None)
-        finally:
-            draft.unlink(missing_ok=True)
-            if original is not None:
-                os.close(original)
-        sync_folder(self._path.parent)
 
-    def _publish(self, draft: Path, replace: bool) -> None:
-        assert self._path is not None
-        if not replace:
-            try:
-                os.link(draft, self._path)
-            except (FileExistsError, FileNotFoundError):
-                raise RuntimeError(f"{self._path}: another process began a run there just now") from None
-            return
-        assert self.copied_from is not None
-        with contextlib.suppress(FileExistsError):  # a copy that was interrupted here
-            os.link(self._path, self._path.with_name(f"copied-{self.copied_from['run_id']}.jsonl"))
-        os.replace(draft, self._path)
+        def first_line(place: Place) -> bytes:
+            return self._line({**entry, "place": place, **self.run})
 
-    def _here(self, file: int | None) -> dict[str, Any]:
-        """Where folder and file are."""
-        assert self._path is not None
-        assert file is not None
-        folder, own = os.stat(self._path.parent), os.fstat(file)
-        return {"folder": [folder.st_dev, folder.st_ino], "ledger": [own.st_dev, own.st_ino]}
+        kept = None
+        if self.copied_from is not None:
+            kept = self._file.path.with_name(f"copied-{self.copied_from['run_id']}.jsonl")
+        self._file.create(first_line, kept)
 
     def _check_place(self) -> None:
-        if self._file is None:
+        if self._file is None or not self.entries:
             if self._moved is not None:
-                raise _check.fail(
-                    "moved", self._moved, f"there is no run in {self._path}", "leave moved= out"
-                )
+                raise _check.fail("moved", self._moved, "there is no run to go on with", "leave moved= out")
             return
-        here, folder = self._here(self._file), str(self._path and self._path.parent)
-        if here == self._place and self._moved is not None:
+        here, folder = self._file.place() == self._place, str(self._file.path.parent)
+        if here and self._moved is not None:
             raise _check.fail(
                 "moved", self._moved, f"{folder} lies where its ledger says it does", "leave moved= out"
             )
-        if here != self._place and self._moved is None:
+        if not here and self._moved is None:
             raise _check.fail(
                 "moved", None, f"{folder} was moved, copied or restored since its run began, and a copy that goes on "
                 "beside its original uses the same noise for different sums", _MOVED,
@@ -291,55 +268,25 @@ class Ledger:
     def close(self) -> None:
         """Let another process have the ledger."""
         if self._file is not None:
-            os.close(self._file)
-            self._file = None
+            self._file.close()
 
-    def __del__(self) -> None:
-        if hasattr(self, "_file"):
-            self.close()
-
-    # --- the file -----------------------------------------------------------------------------------------
-
-    def _open(self) -> list[bytes]:
-        """The whole lines of the file; what a crash tore off its end is removed."""
-        assert self._path is not None
-        self._file = os.open(self._path, os.O_RDWR | os.O_APPEND)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            mine = os.path.samestat(
-                os.fstat(self._file), os.stat(self._path)
-            )  # it may have been replaced meanwhile
-        except BlockingIOError:
-            mine = False
-        if not mine:
-            raise RuntimeError(f"{self._path}: another process is running this run; wait for it or stop it")
-        with os.fdopen(os.dup(self._file), "rb") as file:
-            contents = file.read()
-        whole = contents.rfind(b"\n") + 1
-        if not whole:
-            raise ValueError(f"{self._path}: has no first line, so it was damaged; restore the file")
-        self._torn = len(contents) - whole
-        return contents[:whole].split(b"\n")[:-1]
+    # --- its lines ----------------------------------------------------------------------------------------
 
     def _append(self, entry: dict[str, Any]) -> None:
         self._check_process()
-        chain = self._link(entry)
-        line = json.dumps({**entry, "chain": chain.hex()}).encode()
+        line = self._line(entry)
         if self._file is not None:
-            before = os.fstat(self._file).st_size - self._torn
-            if self._torn:  # only now, so that a run that is refused leaves the file as it was
-                os.ftruncate(self._file, before)
-                self._torn = 0
             try:
-                if os.write(self._file, line + b"\n") <= len(line):
-                    raise OSError("the disk is full")
-                os.fsync(self._file)
-            except OSError:
-                os.ftruncate(self._file, before)  # half a line must not come before the next
+                self._file.append(line)
+            except BaseException:
+                del self._chains[-_SIZE:]
                 raise
-        self._chains += chain
 
-    _torn = 0  # bytes at the end of the file that are no whole line
+    def _line(self, entry: dict[str, Any]) -> bytes:
+        """An entry as the next line of the chain."""
+        chain = self._link(entry)
+        self._chains += chain
+        return json.dumps({**entry, "chain": chain.hex()}).encode()
 
     def _link(self, entry: dict[str, Any]) -> bytes:
         """The keyed digest of an entry and, through that of the line before, of all before it."""
@@ -355,10 +302,9 @@ class Ledger:
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             good = False
         if not good:
+            where = f"{self._file and self._file.path}: line {number + 1}"
             other = ", or with another key" if number == 0 else ""
-            raise ValueError(
-                f"{self._path}: line {number + 1} was changed after it was written{other}; restore the file"
-            )
+            raise ValueError(f"{where} was changed after it was written{other}; restore the file")
         self._chains += chain
         kind = entry["kind"]
         if "place" in entry:

@@ -1,0 +1,102 @@
+"""Saving changes nothing of the training, and resuming restores all of it, for every optimizer of torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from children import HERE, environment
+from optimizers import OPTIMIZERS, PLAN, open_run
+from training import train, weights
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_weights_with_and_without_saving_are_equal(name, tmp_path):
+    plain = train(open_run(name))
+    saving = train(open_run(name, tmp_path, save_every=1))
+    assert torch.equal(weights(plain.model), weights(saving.model))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("until", [1, 4])
+def test_a_run_that_is_resumed_ends_with_the_weights_of_one_that_was_not(name, until, tmp_path):
+    """From the checkpoint of step 0, where the optimizer has no state yet, and from one where it has."""
+    plain = train(open_run(name))
+    train(open_run(name, tmp_path, save_every=3), until).close()
+    again = open_run(name, tmp_path, save_every=3)
+    assert again.resume()
+    assert again.steps_taken == until // 3 * 3
+    train(again)
+    assert torch.equal(weights(plain.model), weights(again.model))
+
+
+def test_resuming_to_the_start_forgets_the_moments_of_later_steps(tmp_path):
+    private = train(open_run("Adam", tmp_path, save_every=10), 3)
+    assert private.resume()
+    assert private.steps_taken == 0
+    assert not private.optimizer.original.state
+    train(private)
+    assert torch.equal(weights(private.model), weights(train(open_run("Adam")).model))
+
+
+def test_the_phantom_step_of_torch_is_what_this_is_about():
+    """If torch stops taking it, this file can go."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    plain, planted = open_run("Adam"), open_run("Adam")
+    get_state_dict(planted.model, planted.optimizer.original)
+    assert not torch.equal(weights(train(plain).model), weights(train(planted).model))
+
+
+@pytest.mark.parametrize("rate", ["StepLR", "MultiStepLR", "OneCycleLR", "LambdaLR", "SequentialLR"])
+def test_schedulers_are_resumed(rate, tmp_path):
+    from torch.optim import lr_scheduler as schedulers
+
+    make = {
+        "StepLR": lambda o: schedulers.StepLR(o, 2, 0.5),
+        "MultiStepLR": lambda o: schedulers.MultiStepLR(o, [2, 5], 0.5),
+        "OneCycleLR": lambda o: schedulers.OneCycleLR(o, 0.1, total_steps=PLAN.steps + 1),
+        "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda step: 1 / (1 + step)),
+        "SequentialLR": lambda o: schedulers.SequentialLR(
+            o, [schedulers.ConstantLR(o), schedulers.ExponentialLR(o, 0.5)], [3]
+        ),
+    }[rate]
+
+    def begin(folder=None, **options):
+        import optimizers
+
+        kept = {}
+        original = OPTIMIZERS["Adam"]
+        try:
+            optimizers.OPTIMIZERS["Adam"] = lambda p: kept.setdefault("made", original(p))
+            private = open_run("Adam", folder, **options)
+        finally:
+            optimizers.OPTIMIZERS["Adam"] = original
+        from bandmf.torch.training.optimizer import PrivateScheduler
+
+        private.scheduler = PrivateScheduler(make(kept["made"]), private.stepper)
+        return private
+
+    plain = train(begin())
+    train(begin(tmp_path, save_every=3), 4).close()
+    again = begin(tmp_path, save_every=3)
+    assert again.resume()
+    train(again)
+    assert torch.equal(weights(plain.model), weights(again.model))
+
+
+def test_two_ranks_with_sharded_states_save_without_a_trace_and_resume_on_one(tmp_path):
+    result = subprocess.run(
+        [sys.executable, HERE / "rank_optimizers.py", tmp_path],
+        env=environment(), capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    verdicts = json.loads((tmp_path / "verdicts.json").read_text())
+    assert len(verdicts) >= len(OPTIMIZERS) - 1
+    for name, (equal, distance) in verdicts.items():
+        assert equal, name
+        assert distance < 2e-5, (name, distance)
