@@ -31,7 +31,7 @@ if hasattr(torch.optim, "Muon"):
 PLAN = simple_plan(steps=6)
 
 
-def open_run(name, folder=None, sharded=False, **options):
+def open_run(name, folder=None, sharded=False, schedule=lambda optimizer: None, **options):
     """A run with this optimizer; its model has matrices only, which Muon insists on."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Tanh(), nn.Linear(16, 3, bias=False))
@@ -45,5 +45,6 @@ def open_run(name, folder=None, sharded=False, **options):
     clipping = "ghost" if sharded else "hooks"
     with same_run():
         return make_private(
-            model, optimizer, small_data(), PLAN, run_folder=folder, clipping=clipping, **options
-        )
+            model, optimizer, small_data(), PLAN, run_folder=folder, clipping=clipping,
+            scheduler=schedule(optimizer), **options,
+        )  # fmt: skip

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from torch.optim import lr_scheduler
 
 from children import HERE, environment
 from optimizers import OPTIMIZERS, PLAN, open_run
@@ -52,41 +53,26 @@ def test_the_phantom_step_of_torch_is_what_this_is_about():
     assert not torch.equal(weights(train(plain).model), weights(train(planted).model))
 
 
-@pytest.mark.parametrize("rate", ["StepLR", "MultiStepLR", "OneCycleLR", "LambdaLR", "SequentialLR"])
-def test_schedulers_are_resumed(rate, tmp_path):
-    from torch.optim import lr_scheduler as schedulers
+SCHEDULES = {
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 5], 0.5),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=PLAN.steps + 1),
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.5)], [3]
+    ),
+}
 
-    make = {
-        "StepLR": lambda o: schedulers.StepLR(o, 2, 0.5),
-        "MultiStepLR": lambda o: schedulers.MultiStepLR(o, [2, 5], 0.5),
-        "OneCycleLR": lambda o: schedulers.OneCycleLR(o, 0.1, total_steps=PLAN.steps + 1),
-        "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda step: 1 / (1 + step)),
-        "SequentialLR": lambda o: schedulers.SequentialLR(
-            o, [schedulers.ConstantLR(o), schedulers.ExponentialLR(o, 0.5)], [3]
-        ),
-    }[rate]
 
-    def begin(folder=None, **options):
-        import optimizers
-
-        kept = {}
-        original = OPTIMIZERS["Adam"]
-        try:
-            optimizers.OPTIMIZERS["Adam"] = lambda p: kept.setdefault("made", original(p))
-            private = open_run("Adam", folder, **options)
-        finally:
-            optimizers.OPTIMIZERS["Adam"] = original
-        from bandmf.torch.training.optimizer import PrivateScheduler
-
-        private.scheduler = PrivateScheduler(make(kept["made"]), private.stepper)
-        return private
-
-    plain = train(begin())
-    train(begin(tmp_path, save_every=3), 4).close()
-    again = begin(tmp_path, save_every=3)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedulers_are_resumed(name, tmp_path):
+    options = {"schedule": SCHEDULES[name], "save_every": 3}
+    whole = train(open_run("Adam", tmp_path / "whole", **options))
+    train(open_run("Adam", tmp_path / "cut", **options), 4).close()
+    again = open_run("Adam", tmp_path / "cut", **options)
     assert again.resume()
     train(again)
-    assert torch.equal(weights(plain.model), weights(again.model))
+    assert torch.equal(weights(whole.model), weights(again.model))
 
 
 def test_two_ranks_with_sharded_states_save_without_a_trace_and_resume_on_one(tmp_path):
@@ -96,7 +82,7 @@ def test_two_ranks_with_sharded_states_save_without_a_trace_and_resume_on_one(tm
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
     verdicts = json.loads((tmp_path / "verdicts.json").read_text())
-    assert len(verdicts) >= len(OPTIMIZERS) - 1
+    assert len(verdicts) == len(OPTIMIZERS) - 2
     for name, (equal, distance) in verdicts.items():
         assert equal, name
-        assert distance < 2e-5, (name, distance)
+        assert distance < (2e-3 if name == "Muon" else 2e-5), (name, distance)  # Muon computes in bfloat16
