@@ -117,12 +117,14 @@ def test_a_failed_save_leaves_the_run_as_it_was(tmp_path, monkeypatch):
     assert all(torch.equal(*pair) for pair in zip(whole.released, watch.released, strict=True))
 
 
-@pytest.mark.parametrize("where", ["history", "tag", "salt"])
+@pytest.mark.parametrize("where", ["history", "tag", "salt", "plain"])
 def test_a_state_that_was_tampered_with_is_refused(where):
     watch = Watch(open_run()).train(5)
     state = watch.private.state_dict()
     if where == "history":
         state["noise"]["history"]["weight"].view(torch.int32)[1, 3] ^= 1 << 31
+    elif where == "plain":
+        state["noise"] = watch.private.stepper.engine.state_dict(watch.private.stepper.noise)
     else:
         state["noise"]["seal"][where] = "00" * 16
     with pytest.raises(ValueError, match=r"noise history=.*its tag does not fit"):

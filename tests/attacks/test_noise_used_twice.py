@@ -152,6 +152,20 @@ def test_a_copy_counts_what_its_original_had_spent(tmp_path):
     assert line["copied_from"]["steps"] == [6, 3]
 
 
+def test_a_copy_with_another_plan_is_refused(tmp_path):
+    """What its original has spent could not be told."""
+    begun(tmp_path / "one")
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    refused(tmp_path / "two", "^plan=", moved="copied", plan=simple_plan(steps=12, noise_multiplier=0.9))
+
+
+def test_a_run_that_was_closed_releases_nothing(tmp_path):
+    watch = Watch(open_run(tmp_path)).train(3)
+    watch.private.ledger.close()
+    with pytest.raises(RuntimeError, match="the run was closed; open it again"):
+        watch.train(4)
+
+
 def test_a_copy_goes_on_after_a_restart_like_any_run(tmp_path):
     begun(tmp_path / "one")
     shutil.copytree(tmp_path / "one", tmp_path / "two")

@@ -125,8 +125,13 @@ class Ledger:
         try:
             if self.entries:
                 _expect(self.run, dict(run), self._file and self._file.path)
-            else:
-                self.run = dict(run)
+            elif self.copied_from is not None:
+                _expect(
+                    {"plan": self.copied_from["plan"]},
+                    {"plan": run.get("plan")},
+                    self._file and self._file.path,
+                )
+            self.run = dict(run)
             self._steps, self._begun = steps, True
             if not self.entries:
                 self._create()
@@ -140,6 +145,7 @@ class Ledger:
         """Become the ledger of a new run, which the one on record is the ancestor of; `begin` replaces the file."""
         ancestor = {
             "run_id": self.run_id,
+            "plan": self.run.get("plan"),  # without which nobody could tell what those steps have spent
             "number": self.number,
             "steps": [*self.inherited_steps, self.steps_released],
         }

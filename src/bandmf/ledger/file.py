@@ -97,7 +97,8 @@ class LockedLines:
 
     def append(self, line: bytes) -> None:
         """Add a line and put it on the disk."""
-        assert self._file is not None
+        if self._file is None:
+            raise RuntimeError(f"{self.path}: the run was closed; open it again to go on")
         before = os.fstat(self._file).st_size - self._torn
         if self._torn:
             os.ftruncate(self._file, before)

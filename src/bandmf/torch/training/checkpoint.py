@@ -79,10 +79,10 @@ def load_state_dict(private: Private, state: dict[str, Any]) -> None:
     """Bring model, optimizer, noise and random numbers to where `state` was saved."""
     stepper = private.stepper
     for name, mine in (("run_id", private.run_id), ("plan", stepper.plan.digest)):
-        if state[name] != mine:
+        if state.get(name) != mine:
             raise _check.fail(
                 f"state['{name}']",
-                state[name],
+                state.get(name),
                 f"must be {mine!r}: it is of another run",
                 "open the run it is of",
             )
@@ -91,9 +91,9 @@ def load_state_dict(private: Private, state: dict[str, Any]) -> None:
     stepper.ranks.on_first(lambda: stepper.recorded.expect(state["step"], state["ledger"]))
     stepper.abandon()
     stepper.noise = stepper.engine.load_state_dict(stepper.noise, state["noise"])
-    sealing.unseal(stepper.noise, state["noise"]["seal"], stepper.engine.key, stepper.ranks.gather)
+    sealing.unseal(stepper.noise, state["noise"].get("seal", {}), stepper.engine.key, stepper.ranks.gather)
     _load_training(private, state)
-    if private.scheduler is not None:
+    if private.scheduler is not None and state["scheduler"][0] is not None:
         private.scheduler.load_state_dict(state["scheduler"][0])
 
 
