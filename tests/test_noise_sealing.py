@@ -61,14 +61,33 @@ REGIONS = {
 
 @pytest.mark.parametrize("name", REGIONS)
 @pytest.mark.parametrize("by_torch", [False, True])
-def test_a_part_has_the_words_of_its_coordinates_on_every_device(name, by_torch):
+def test_a_part_has_the_words_of_its_coordinates_on_every_device(name, by_torch, monkeypatch):
+    if by_torch:
+        monkeypatch.setattr(sealing, "_BY_NUMPY", ())
     region, secret = REGIONS[name], bytes(range(32))
     oracle = chacha.block(chacha.key_words(secret), (2, 1, 3), np.arange(70_016 // 16, dtype=np.uint32))
-    stream = sealing._Stream(secret, CPU, by_torch)
+    stream = sealing._Stream(secret, CPU)
     for begin, end in ((0, 1), (7, region.size)):
         found = stream.words(sealing._Where(Part((), region, CPU), begin, end), 2, 1, 3)
         expected = oracle.reshape(-1)[region.coordinates(begin, end)]
         np.testing.assert_array_equal(np.asarray(found).view(np.uint32), expected)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_torch_operations_encrypt_as_openssl_does(device, monkeypatch):
+    """What a GPU runs, on the CPU too."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    one, two = state_of(SHAPES), state_of(SHAPES)
+    two.history = {name: vectors.to(device) for name, vectors in two.history.items()}
+    with sealing.sealed(one, KEY, lambda value: [value], SALT) as kept:
+        monkeypatch.setattr(sealing, "_BY_NUMPY", ())
+        with sealing.sealed(two, KEY, lambda value: [value], SALT) as again:
+            assert kept == again
+            for name, vectors in one.history.items():
+                assert torch.equal(vectors.view(torch.int32), two.history[name].cpu().view(torch.int32))
+        monkeypatch.undo()
+    assert all(torch.equal(one.history[name], two.history[name].cpu()) for name in SHAPES)
 
 
 def test_the_sums_are_the_same_in_numpy_and_torch():

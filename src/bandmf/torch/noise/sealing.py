@@ -35,6 +35,7 @@ from bandmf.torch.noise.engine import State
 from bandmf.torch.noise.shards import Part
 
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}  # coordinates at a time
+_BY_NUMPY = ("cpu",)  # devices
 _WEIGHTS = ((1, 2), (3, 4))  # planes of the low and the high words of the weights of each sum
 Gather = Callable[[Any], list[Any]]  # a value of this rank -> the values of all ranks
 
@@ -112,9 +113,8 @@ def _walk(state: State, secret: bytes, once: bool = False) -> Iterator[tuple[Any
         for slot in range(len(history)):
             for begin in range(0, part.region.size, source.chunk):
                 end = min(part.region.size, begin + source.chunk)
-                words = history[slot, begin:end].view(torch.int32)
-                where = _Where(part, begin, end)
-                yield words.numpy() if words.is_cpu else words, partial(source.words, where, slot, tensor)
+                words = source.memory(history[slot, begin:end])
+                yield words, partial(source.words, _Where(part, begin, end), slot, tensor)
 
 
 class _Where:
@@ -133,13 +133,17 @@ class _Where:
 
 
 class _Stream:
-    """The words of the stream where the history is: by OpenSSL on the CPU, else by torch."""
+    """The words of the stream where the history is: by OpenSSL and NumPy on the CPU, else by torch."""
 
-    def __init__(self, secret: bytes, device: torch.device, by_torch: bool | None = None) -> None:
-        self.chunk = CHUNK.get(device.type, CHUNK["cuda"])
-        on_cpu = device.type == "cpu" if by_torch is None else not by_torch
-        self._keystream = Keystream(secret) if on_cpu else None
-        self._key = None if on_cpu else chacha.key_words(secret, device)
+    def __init__(self, secret: bytes, device: torch.device) -> None:
+        by_numpy = device.type in _BY_NUMPY
+        self.chunk = CHUNK["cpu" if by_numpy else "cuda"]
+        self._keystream = Keystream(secret) if by_numpy else None
+        self._key = None if by_numpy else chacha.key_words(secret, device)
+
+    def memory(self, vector: torch.Tensor) -> Any:
+        """Float32 numbers as int32 words in the same memory, of the kind that `words` gives."""
+        return vector.view(torch.int32) if self._keystream is None else vector.view(torch.int32).numpy()
 
     def words(self, where: _Where, slot: int, tensor: int, plane: int) -> Any:
         """The words of these coordinates, int32."""
