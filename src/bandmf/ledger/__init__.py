@@ -35,12 +35,9 @@ from bandmf.ledger.file import LockedLines, Place
 from bandmf.randomness.key import Key
 
 _SIZE = 16  # bytes of a digest
-_BOOKKEEPING = (
-    "kind",
-    "run_id",
-    "place",
-    "copied_from",
-)  # of the first line; the rest is what the run was given
+_CHAIN = b', "chain": "'  # what comes before it, at the end of a line
+# Of the first line; the rest of it is what the run was given.
+_BOOKKEEPING = ("kind", "run_id", "place", "copied_from", "chain")
 _REVEALS = (
     "two results with the same noise reveal their difference: restart with the same code, data, machine and number "
     "of ranks, or begin a new run in another folder; if nobody ever saw anything that came of the steps from {0} on, "
@@ -105,10 +102,8 @@ class Ledger:
         self.run_id, self.run_key = run_id, self._user_key.for_run(run_id)
         self._secret = self.run_key.derive("ledger").secret
         self.run: dict[str, Any] = {}
-        self._released, self._chains = (
-            bytearray(),
-            bytearray(),
-        )  # two digests for each step; one for each line
+        self._released = bytearray()  # two digests for each step
+        self._chains = bytearray()  # one for each line
         self._place: Place | None = None
         self.copied_from: dict[str, Any] | None = None
         self.replays = 0
@@ -290,28 +285,29 @@ class Ledger:
 
     def _line(self, entry: dict[str, Any]) -> bytes:
         """An entry as the next line of the chain."""
-        chain = self._link(entry)
+        body = json.dumps(entry).encode()[:-1]
+        chain = self._link(body)
         self._chains += chain
-        return json.dumps({**entry, "chain": chain.hex()}).encode()
+        return body + _CHAIN + chain.hex().encode() + b'"}'
 
-    def _link(self, entry: dict[str, Any]) -> bytes:
-        """The keyed digest of an entry and, through that of the line before, of all before it."""
-        return self._digest(bytes(self._chains[-_SIZE:]) + json.dumps(entry).encode())
+    def _link(self, body: bytes) -> bytes:
+        """The keyed digest of a line and, through that of the line before, of all before it."""
+        return self._digest(bytes(self._chains[-_SIZE:]) + body)
 
     def _read(self, number: int, line: bytes) -> None:
         try:
-            entry = json.loads(line)
-            chain = bytes.fromhex(entry.pop("chain"))
+            entry, (body, chain) = json.loads(line), line.removesuffix(b'"}').rsplit(_CHAIN, 1)
             if number == 0:
                 self._forget(entry["run_id"])
-            good = chain == self._link(entry) and (entry["kind"] == "run") == (number == 0)
+            link = self._link(body)
+            good = chain == link.hex().encode() and (entry["kind"] == "run") == (number == 0)
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             good = False
         if not good:
             where = f"{self._file and self._file.path}: line {number + 1}"
             other = ", or with another key" if number == 0 else ""
             raise ValueError(f"{where} was changed after it was written{other}; restore the file")
-        self._chains += chain
+        self._chains += link
         kind = entry["kind"]
         if "place" in entry:
             self._place = entry["place"]

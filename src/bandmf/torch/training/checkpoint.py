@@ -124,8 +124,8 @@ def save(private: Private, folder: Path) -> Path:
         return target  # nothing was released since
     first(lambda: _prepare(target.parent, draft))
     with _sealed(private, copy=False) as state, _alone_or_together() as alone:
-        dcp.save(state, checkpoint_id=draft, planner=_WritePlain(), no_dist=alone)
-    _write_seal(private, draft)
+        written = dcp.save(state, checkpoint_id=draft, planner=_WritePlain(), no_dist=alone)
+    _write_seal(private, draft, written)
     first(lambda: _publish(draft, target))
     return target
 
@@ -138,10 +138,12 @@ def _prepare(folder: Path, draft: Path) -> None:
     make_private_folder(draft)
 
 
-def _write_seal(private: Private, draft: Path) -> None:
+def _write_seal(private: Private, draft: Path, written: Metadata) -> None:
     """Each rank digests a share of the files."""
     stepper, ranks = private.stepper, private.stepper.ranks
-    names = ranks.on_first(lambda: sorted(path.name for path in draft.iterdir()))
+    # Those that will be read: a listing of a network folder may lack the newest files of other ranks.
+    names = ranks.on_first(lambda: sorted({info.relative_path for info in written.storage_data.values()}))
+    names.append(".metadata")
     key = stepper.engine.key
     shares = ranks.gather(seal.digests(draft, names[ranks.rank :: ranks.world], key))
     files = {name: digest for share in shares for name, digest in share.items()}
