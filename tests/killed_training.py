@@ -23,7 +23,7 @@ from bandmf import Key, ledger
 from bandmf.torch import make_private
 from bandmf.torch.clipping import bookkeeping
 from bandmf.torch.training import checkpoint
-from training import simple_plan, small_data, small_model, train, weights
+from training import same_run, simple_plan, small_data, small_model, train, weights
 
 STEPS = 80  # so many that the kills at random moments of a fast machine come before the end
 PLACES = ["accumulation", "ledger", "released", "checkpoint", "state", "cleaning", "random"]
@@ -34,11 +34,12 @@ def run(folder):
     torch.set_num_threads(1)
     data, model = small_data(), small_model(dropout=0.2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    private = make_private(
-        model, optimizer, data, simple_plan(steps=STEPS), clip_norm=0.5, key=Key(bytes(32)),
-        criterion=torch.nn.CrossEntropyLoss(), scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9),
-        physical_batch_size=7, run_folder=folder, save_every=3,
-    )  # fmt: skip
+    with same_run():
+        private = make_private(
+            model, optimizer, data, simple_plan(steps=STEPS), clip_norm=0.5, key=Key(bytes(32)),
+            criterion=torch.nn.CrossEntropyLoss(), scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9),
+            physical_batch_size=7, run_folder=folder, save_every=3,
+        )  # fmt: skip
     private.resume()
     train(private)
     torch.save(weights(model), folder / "final.pt")

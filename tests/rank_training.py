@@ -17,12 +17,12 @@ from torch import nn
 from bandmf import Key
 from bandmf.torch import make_private
 from children import run_ranks
-from training import simple_plan, small_data, small_model, train, weights
+from training import RUN_ID, same_run, simple_plan, small_data, small_model, train, weights
 
 PLAN = simple_plan(steps=24, examples=403, batch_size=3, bands=4)  # many shares are empty
 
 
-def make(kind, clipping, folder=None):
+def make(kind, clipping, folder=None, run_id=RUN_ID, **options):
     """The run of this rank, or of the only process."""
     model = small_model()
     if kind == "ddp":
@@ -33,10 +33,12 @@ def make(kind, clipping, folder=None):
         for layer in (model[0], model[1], model[4], model):
             fully_shard(layer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return make_private(
-        model, optimizer, small_data(403), PLAN, clip_norm=0.5, key=Key(bytes(32)), clipping=clipping,
-        physical_batch_size=2, criterion=nn.CrossEntropyLoss(), run_folder=folder,
-    )  # fmt: skip
+    with same_run(run_id):
+        return make_private(
+            model, optimizer, small_data(403), PLAN, clip_norm=0.5, key=Key(bytes(32)), clipping=clipping,
+            physical_batch_size=2, criterion=nn.CrossEntropyLoss(), run_folder=folder,
+            **options,
+        )  # fmt: skip
 
 
 def one_run(folder, kind, clipping, until=None):

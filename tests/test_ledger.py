@@ -102,10 +102,12 @@ def test_a_torn_last_line_is_dropped(path, torn):
     assert path.read_bytes() == whole
 
 
-def test_a_torn_first_line_is_a_run_that_never_began(path):
+def test_a_file_without_a_first_line_is_refused(path):
+    """It appears with its first line or not at all, so a crash cannot have done this."""
     write(path, 0)
     path.write_bytes(path.read_bytes()[:10])
-    assert open_ledger(path).entries == 1
+    with pytest.raises(ValueError, match="has no first line, so it was damaged"):
+        open_ledger(path)
 
 
 def planted(lines, damage):

@@ -21,9 +21,10 @@ from bandmf.torch.training import fingerprint as fingerprints
 from bandmf.torch.training.fingerprint import fingerprint
 from bandmf.torch.training.make_private import make_clipping
 from bandmf.torch.training.sums import Sums
-from training import simple_plan, small_data, small_model, train, weights
+from training import RUN_ID, same_run, simple_plan, small_data, small_model, train, weights
 
 KEY = Key(bytes(range(32)))
+RUN_KEY = KEY.for_run(RUN_ID)  # what noise and batches derive from
 CLIP = 0.5
 # Sums are float32 whatever the model's dtype, so two ways to the same weights agree to its rounding, not to float64's.
 ROUNDING = 1e-7
@@ -34,12 +35,13 @@ def private_run(plan, dtype=torch.float64, model=None, optimizer=None, data=None
     optimizer = optimizer or torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3)
     options = {"clip_norm": CLIP, "key": KEY, "criterion": nn.CrossEntropyLoss(), **options}
     data = small_data(plan.examples, dtype=dtype) if data is None else data
-    return make_private(model, optimizer, data, plan, **options)
+    with same_run():
+        return make_private(model, optimizer, data, plan, **options)
 
 
 def white_noise(steps, shapes):
     """z of every step, by the oracle."""
-    engine = NumpyEngine(Identity(steps), KEY)
+    engine = NumpyEngine(Identity(steps), RUN_KEY)
     state = engine.init(shapes)
     for _ in range(steps):
         drawn = {name: np.zeros(shape) for name, shape in shapes.items()}
@@ -55,7 +57,7 @@ def algorithm_2(plan, inputs, labels, weight, bias, rate):
     shapes = {"weight": weight.shape, "bias": bias.shape}
     drawn = list(white_noise(plan.steps, shapes))
     inverse = np.linalg.inv(plan.strategy.materialize())
-    batches = sampler(plan, KEY)
+    batches = sampler(plan, RUN_KEY)
     largest_column = np.sqrt((plan.strategy.materialize() ** 2).sum(0).max())
     deviation = CLIP * plan.noise_multiplier * largest_column
     for i in range(plan.steps):

@@ -17,9 +17,10 @@ from training import train, weights
 def folder(tmp_path_factory):
     """All runs, from one process: to start one takes longer than to train."""
     folder = tmp_path_factory.mktemp("ranks")
-    three = ["3", "ddp-3:ddp:ghost", "fsdp-3:fsdp:ghost", "ddp-on:ddp:hooks:10", "fsdp-on:fsdp:ghost:10"]
-    two = ["2", "ddp-2:ddp:hooks", "fsdp-2:fsdp:ghost", "ddp-on:ddp:hooks", "fsdp-on:fsdp:ghost"]
-    command = [sys.executable, HERE / "rank_training.py", folder, *three, *two]
+    two = ["2", "ddp-2:ddp:hooks", "fsdp-2:fsdp:ghost", "ddp-on:ddp:hooks:10", "fsdp-on:fsdp:ghost:10"]
+    one = ["1", "ddp-on:ddp:hooks:15", "fsdp-on:fsdp:ghost:15"]
+    three = ["3", "ddp-3:ddp:ghost", "fsdp-3:fsdp:ghost", "ddp-on:ddp:hooks", "fsdp-on:fsdp:ghost"]
+    command = [sys.executable, HERE / "rank_training.py", folder, *two, *one, *three]
     result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-3000:]
     return folder

@@ -12,7 +12,7 @@ import torch
 from bandmf import Key
 from bandmf.torch import make_private
 from children import HERE, environment
-from training import simple_plan, small_data, small_model, train, weights
+from training import RUN_ID, same_run, simple_plan, small_data, small_model, train, weights
 
 
 def open_run(folder, plan=None, data=None, **options):
@@ -21,7 +21,8 @@ def open_run(folder, plan=None, data=None, **options):
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     options = {"clip_norm": 0.5, "criterion": torch.nn.CrossEntropyLoss(), "save_every": 4, **options}
     data = small_data() if data is None else data
-    return make_private(model, optimizer, data, plan, run_folder=folder, **options)
+    with same_run():
+        return make_private(model, optimizer, data, plan, run_folder=folder, **options)
 
 
 def kinds(folder):
@@ -68,7 +69,12 @@ def test_state_dict_holds_the_whole_run_but_not_the_key(tmp_path):
     private = train(open_run(None, key=key, save_every=None), until=7)
     torch.save(private.state_dict(), tmp_path / "state.pt")
     train(private)
-    for secret in (key, key.derive("noise"), key.derive("sampling"), key.derive("partition")):
+    run_key = key.for_run(RUN_ID)
+    for secret in (
+        key,
+        run_key,
+        *(run_key.derive(purpose) for purpose in ("noise", "sampling", "partition")),
+    ):
         assert secret.secret not in (tmp_path / "state.pt").read_bytes()
     other = open_run(None, key=key, save_every=None)
     with pytest.raises(ValueError, match="the ledger has 0 steps"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 from bandmf import workloads
 from bandmf.planning import Plan
@@ -68,3 +69,11 @@ def weights(model):
 
     whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
     return torch.cat([p.detach().flatten() for p in whole])
+
+
+RUN_ID = "5a" * 16
+
+
+def same_run(run_id=RUN_ID):
+    """Inside this context every new run has this id: with the same key, the same noise and batches."""
+    return mock.patch("bandmf.ledger._fresh_run_id", return_value=run_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 from pathlib import Path
 
 
@@ -28,6 +29,16 @@ def create_secret(path: str | os.PathLike[str], contents: bytes) -> None:
         file.write(contents)
         file.flush()
         os.fsync(file.fileno())
+
+
+def make_private_folder(folder: Path) -> None:
+    """Make a folder, with its parents, that only its owner can enter; one that is there is closed to others."""
+    new = not folder.exists()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if stat.S_IMODE(folder.stat().st_mode) != 0o700:
+        os.chmod(folder, 0o700)
+    if new:
+        sync_folder(folder.parent)
 
 
 def sync_folder(folder: Path) -> None:

@@ -70,6 +70,9 @@ class Sampler(Protocol):
 def sampler(plan: SampledPlan, key: Key, examples: int | None = None) -> Sampler:
     """The sampler of a plan, for a data set with this many examples (by default the plan's own number).
 
+    The same key twice gives the same batches. make_private gives each run a key of its own, `key.for_run(run_id)`:
+    runs that shared their secret batches would not compose as their plans say.
+
     >>> import bandmf
     >>> plan = bandmf.plan(epsilon=8, delta=1e-6, examples=1000, batch_size=50, steps=40, bands=4)
     >>> batches = sampler(plan, Key(bytes(32)))

@@ -61,6 +61,9 @@ class NumpyEngine:
     >>> state.step
     1
 
+    The same key twice repeats the noise: two results with it and different gradients reveal their difference. Give
+    each run a key of its own (None draws one), or derive one from a key and a random id with `key.for_run(run_id)`.
+
     `lookahead=1` saves memory (bands - 1 vectors instead of bands - 1 + T) at the price of speed, and
     `max_vectors` caps it (`plan.max_vectors`, for a plan with a memory limit);
     `cipher_rounds=12` is a weaker, faster cipher on GPUs (on the CPU 20 is the fast one).
@@ -141,7 +144,10 @@ class NumpyEngine:
                 raise checks.not_finite(name)
 
     def state_dict(self, state: State) -> dict[str, Any]:
-        """What a restart needs: arrays and plain values. The key is not in it, only its fingerprint."""
+        """What a restart needs: arrays and plain values. The key is not in it, only its fingerprint.
+
+        The history is the noise of the last steps: keep it as secret as the key.
+        """
         history = {name: vectors.copy() for name, vectors in state.history.items()}
         return {"step": state.step, "provenance": state.provenance.dumps(), "history": history}
 

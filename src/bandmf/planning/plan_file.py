@@ -27,6 +27,16 @@ _PLAIN = (
     *("parameters", "memory_limit", "devices", "device"),
 )
 
+_DAMAGE = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+)
 _PARTS = ("schema", "participation", "workload", "candidates", "best_without_memory_limit", "strategy")
 
 
@@ -61,8 +71,8 @@ def save(plan: Plan, path: Path) -> Path:
 def load(path: Path, workload: Workload | None, make: type[Plan]) -> Plan:
     """The plan in this file, after every check; `make` is Plan, which this file cannot import."""
     try:
-        contents = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError):
+        contents = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
         raise ValueError(f"path={str(path)!r}: not a plan of bandmf (not JSON)") from None
     if not isinstance(contents, dict) or contents.get("schema") != SCHEMA:
         found = contents.get("schema") if isinstance(contents, dict) else None
@@ -71,9 +81,8 @@ def load(path: Path, workload: Workload | None, make: type[Plan]) -> Plan:
         raise ValueError(f"path={str(path)!r}: its digest does not match; it was changed after it was saved")
     if unknown := contents.keys() - {*_PLAIN, *_PARTS}:
         raise ValueError(f"path={str(path)!r}: has unknown entries {sorted(unknown)}")
-    strategy = _strategy_from(contents["strategy"], path)
-    best = contents["best_without_memory_limit"]
     try:
+        strategy, best = _strategy_from(contents["strategy"], path), contents["best_without_memory_limit"]
         return make(
             strategy=strategy,
             workload=_workload_from(contents["workload"], workload, strategy.steps),
@@ -82,8 +91,9 @@ def load(path: Path, workload: Workload | None, make: type[Plan]) -> Plan:
             best_without_memory_limit=best and Candidate(*best),
             **{name: contents[name] for name in _PLAIN},
         )
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"path={str(path)!r}: {error}") from None
+    except _DAMAGE as error:
+        found = str(error) if isinstance(error, ValueError) else f"damaged, {type(error).__name__} {error}"
+        raise ValueError(found if found.startswith("path=") else f"path={str(path)!r}: {found}") from None
 
 
 # --- its parts ----------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from bandmf._files import create_secret
 
 SIZE = 32
 _HEADER = "bandmf-key-1"
+_RUN_ID = re.compile("[0-9a-f]{32,128}")
 
 
 class Key:
@@ -55,6 +57,18 @@ class Key:
         info = b"bandmf/1/" + purpose.encode()
         return Key(hmac.new(self._secret, info + b"\x01", hashlib.sha256).digest())
 
+    def for_run(self, run_id: str) -> Key:
+        """The key of one run, from which its noise, batches, digests and encryption derive.
+
+        Run ids are random, so a key that is used for two runs repeats nothing.
+
+        >>> Key(bytes(32)).for_run("00" * 16) == Key(bytes(32)).for_run("01" * 16)
+        False
+        """
+        if not isinstance(run_id, str) or not _RUN_ID.fullmatch(run_id):
+            raise ValueError(f"run_id={run_id!r}: must be at least 32 hexadecimal digits")
+        return self.derive(f"run/{run_id}")
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the key to a new file that only its owner can read; an existing file is never replaced."""
         try:
@@ -74,9 +88,8 @@ class Key:
                 f"path={os.fspath(path)!r}: mode {mode:04o} lets others read the key; "
                 "chmod 600 it, or draw a new key"
             )
-        words = Path(path).read_text().split()
         try:
-            header, digits = words
+            header, digits = Path(path).read_bytes().decode("ascii").split()
             if header != _HEADER:
                 raise ValueError
             return Key(bytes.fromhex(digits))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import zipfile
+import io
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +68,20 @@ def to_arrays(strategy: Strategy) -> dict[str, np.ndarray]:
 
 def load(path: str | Path) -> Strategy:
     """Read a strategy that `save` wrote; it is validated like a new one."""
+    written = Path(path).read_bytes()
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with np.load(io.BytesIO(written), allow_pickle=False) as file:
             contents = {name: file[name] for name in file.files}
-    except (zipfile.BadZipFile, ValueError, EOFError):
+        schema = contents.pop("schema", None)
+        known = schema is not None and int(schema) == _SCHEMA
+    except Exception:  # the readers of zip and npy have errors of a dozen kinds for damaged files
         raise ValueError(f"path={str(path)!r}: not a strategy file of bandmf, or damaged") from None
-    schema = contents.pop("schema", None)
-    if schema is None or int(schema) != _SCHEMA:
+    if not known:
         raise ValueError(f"path={str(path)!r}: schema {schema} is unknown; this version reads {_SCHEMA}")
-    return from_arrays(contents, path)
+    try:
+        return from_arrays(contents, path)
+    except (ValueError, TypeError, IndexError, OverflowError) as error:
+        raise ValueError(f"path={str(path)!r}: {error}") from None
 
 
 def from_arrays(contents: dict[str, np.ndarray], path: str | Path) -> Strategy:

@@ -55,6 +55,9 @@ class Engine:
     >>> int(state.step)
     1
 
+    The same key twice repeats the noise: two results with it and different gradients reveal their difference. Give
+    each run a key of its own (None draws one), or derive one from a key and a random id with `key.for_run(run_id)`.
+
     `init` takes arrays as well as shapes; the history is sharded like arrays with a NamedSharding. With
     `mesh` it is flattened over all devices of that mesh instead, whatever the sharding of the gradients.
     Gradients may be any pytree of arrays; its leaves are named by their path, "layer.weight".
@@ -178,7 +181,10 @@ class Engine:
                 raise checks.not_finite(name)
 
     def state_dict(self, state: State) -> dict[str, Any]:
-        """What a restart needs, as arrays only. The key is not in it, only its fingerprint."""
+        """What a restart needs, as arrays only. The key is not in it, only its fingerprint.
+
+        The history is the noise of the last steps, in the clear: keep it as secret as the key.
+        """
         history = {name: self._layouts[name].save(value) for name, value in state.history.items()}
         text = np.frombuffer(state.provenance.dumps().encode(), np.uint8)
         return {"step": np.asarray(state.step), "provenance": text, "history": history}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from bandmf.noise.normals import BLOCKS, PAIRS, nonce
@@ -17,8 +19,16 @@ def fill(
     around as ChaCha wants; torch has too little for uint32.
     """
     groups = len(out)
-    counters = torch.arange(groups * BLOCKS, dtype=torch.int64, device=out.device) + first_group * BLOCKS
-    given = [*chacha.CONSTANTS, *([0] * 9), *nonce(step, tensor)]
+    words = blocks(key, nonce(step, tensor), first_group * BLOCKS, groups * BLOCKS, cipher_rounds)
+    out.copy_(words.view(groups, 3, PAIRS))
+
+
+def blocks(
+    key: torch.Tensor, nonce: Sequence[int], first: int, count: int, cipher_rounds: int = 20
+) -> torch.Tensor:
+    """The words of consecutive blocks, int32 of shape (count, 16), where the key is."""
+    counters = torch.arange(count, dtype=torch.int64, device=key.device) + first
+    given = [*chacha.CONSTANTS, *([0] * 9), *nonce]
     start = [torch.full_like(counters, _signed(word), dtype=torch.int32) for word in given]
     for k in range(8):
         start[4 + k] = key[k].expand(len(counters))
@@ -27,8 +37,7 @@ def fill(
     for _ in range(cipher_rounds // 2):
         for a, b, c, d in chacha.QUARTERS:
             _quarter_round(x[a], x[b], x[c], x[d])
-    words = torch.stack([word + initial for word, initial in zip(x, start, strict=True)], dim=-1)
-    out.copy_(words.view(groups, 3, PAIRS))
+    return torch.stack([word + initial for word, initial in zip(x, start, strict=True)], dim=-1)
 
 
 def key_words(secret: bytes, device: torch.device) -> torch.Tensor:

@@ -57,6 +57,9 @@ class Engine:
     >>> state.step
     1
 
+    The same key twice repeats the noise: two results with it and different gradients reveal their difference. Give
+    each run a key of its own (None draws one), or derive one from a key and a random id with `key.for_run(run_id)`.
+
     `init` takes parameters as well as shapes; DTensors (FSDP2) say how they are sharded. `group` is for
     plain tensors that are replicated over a process group: each rank then keeps and adds one slice of the
     noise, before the gradients are summed over the group (see bandmf.torch.noise.shards).
@@ -207,6 +210,9 @@ class Engine:
 
     def state_dict(self, state: State, copy: bool = True) -> dict[str, Any]:
         """What a restart needs. The key is not in it, only its fingerprint.
+
+        The history is the noise of the last steps, in the clear: keep it as secret as the key. (The checkpoints of
+        make_private hold it encrypted: see bandmf.torch.noise.sealing.)
 
         Parts of sharded tensors are DTensors, for torch.distributed.checkpoint. With `copy=False` the
         tensors share the state's memory: save them before the next step, or load into them in place.

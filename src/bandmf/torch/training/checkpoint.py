@@ -1,15 +1,20 @@
 """Checkpoints through torch.distributed.checkpoint: one process or many, and on another number of them later.
 
 A checkpoint is a folder `checkpoints/NNN`, where NNN is the length of the ledger. It is written under another
-name, put on the disk and then renamed, so a crash leaves the whole of it or nothing. The last two are kept.
+name, sealed (see seal.py), put on the disk and then renamed, so a crash leaves the whole of it or nothing. The last two
+are kept.
 
 Guarantees: a run that is killed at any moment and resumed releases the same sums and ends with the same weights
-as one that was not (on the CPU and the same number of ranks bit for bit); the key is not in a checkpoint.
+as one that was not (on the CPU and the same number of ranks bit for bit); saving changes nothing of the run; the key is
+not in a checkpoint, and the noise only encrypted; nothing of a checkpoint is read, let alone unpickled, before its
+digest is verified; only its owner can read it.
 """
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -17,13 +22,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from bandmf import _check
-from bandmf._files import sync_folder
+from bandmf._files import make_private_folder, sync_folder
+from bandmf.torch.noise import sealing
+from bandmf.torch.training import optimizer_state, seal
+from bandmf.torch.training.run_folder import CHECKPOINTS
+from bandmf.torch.training.seal import Seal
 
 if TYPE_CHECKING:
     from bandmf.torch.training.make_private import Private
@@ -31,50 +45,70 @@ if TYPE_CHECKING:
 KEPT = 2
 
 
-def state_dict(private: Private, copy: bool = True) -> dict[str, Any]:
-    """All that a restart needs, the key excepted; with `copy=False` the noise shares the run's memory."""
+# --- the state of a run -------------------------------------------------------------------------------
+
+
+def state_dict(private: Private) -> dict[str, Any]:
+    """All that a restart needs, the key excepted; the noise is a copy, and encrypted."""
+    with _sealed(private, copy=True) as state:
+        return state
+
+
+@contextmanager
+def _sealed(private: Private, copy: bool) -> Iterator[dict[str, Any]]:
+    """The same; with `copy=False` the noise shares the run's memory, and is encrypted there meanwhile."""
     stepper = private.stepper
-    with private.optimizer.permitted():
-        model, optimizer = get_state_dict(private.model, private.optimizer.original)
-    scheduler = None if private.scheduler is None else private.scheduler.state_dict()
-    return {
-        "model": model,
-        "optimizer": optimizer,
-        "scheduler": scheduler,
-        "noise": stepper.engine.state_dict(stepper.noise, copy=copy),
-        "step": stepper.steps_taken,
-        "plan": stepper.plan.digest,
-        "sampler": stepper.sampler.provenance,
-        "ledger": stepper.ranks.on_first(lambda: stepper.recorded.proof(stepper.steps_taken)),
-        "random": {str(stepper.ranks.rank): _random_state()},
-    }
+    salt = stepper.ranks.on_first(sealing.fresh_salt)
+    with sealing.sealed(stepper.noise, stepper.engine.key, stepper.ranks.gather, salt) as kept:
+        noise = stepper.engine.state_dict(stepper.noise, copy=copy)
+        yield {
+            "run_id": private.run_id,
+            "model": get_model_state_dict(private.model),
+            "optimizer": optimizer_state.optimizer_state(private.optimizer.original, private.model),
+            "scheduler": (None if private.scheduler is None else private.scheduler.state_dict(),),
+            "noise": {**noise, "seal": kept},
+            "step": stepper.steps_taken,
+            "plan": stepper.plan.digest,
+            "sampler": (stepper.sampler.provenance,),
+            "ledger": stepper.ranks.on_first(lambda: stepper.recorded.proof(stepper.steps_taken)),
+            "random": {str(stepper.ranks.rank): _random_state()},
+        }
 
 
 def load_state_dict(private: Private, state: dict[str, Any]) -> None:
     """Bring model, optimizer, noise and random numbers to where `state` was saved."""
     stepper = private.stepper
-    if state["plan"] != stepper.plan.digest:
-        raise _check.fail(
-            "state['plan']", state["plan"], f"must be {stepper.plan.digest!r}: it is of another plan"
-        )
-    if state["sampler"] != stepper.sampler.provenance:
+    for name, mine in (("run_id", private.run_id), ("plan", stepper.plan.digest)):
+        if state.get(name) != mine:
+            raise _check.fail(
+                f"state['{name}']",
+                state.get(name),
+                f"must be {mine!r}: it is of another run",
+                "open the run it is of",
+            )
+    if state["sampler"] != (stepper.sampler.provenance,):
         raise _check.fail("state['sampler']", state["sampler"], f"must be {stepper.sampler.provenance!r}")
     stepper.ranks.on_first(lambda: stepper.recorded.expect(state["step"], state["ledger"]))
     stepper.abandon()
     stepper.noise = stepper.engine.load_state_dict(stepper.noise, state["noise"])
-    with private.optimizer.permitted():
-        set_state_dict(
-            private.model,
-            private.optimizer.original,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
-    if private.scheduler is not None:
-        private.scheduler.load_state_dict(state["scheduler"])
-    if (
-        saved := state["random"].get(str(stepper.ranks.rank))
-    ) is not None:  # another number of ranks has no such
+    sealing.unseal(stepper.noise, state["noise"].get("seal", {}), stepper.engine.key, stepper.ranks.gather)
+    _load_training(private, state)
+    if private.scheduler is not None and state["scheduler"][0] is not None:
+        private.scheduler.load_state_dict(state["scheduler"][0])
+
+
+def _load_training(private: Private, state: dict[str, Any], settings: bool = True) -> None:
+    """Model, optimizer and random numbers: what has nothing to do with privacy."""
+    set_model_state_dict(private.model, state["model"])
+    optimizer_state.load_optimizer_state(
+        private.optimizer.original, private.model, state["optimizer"], settings
+    )
+    saved = state["random"].get(str(private.stepper.ranks.rank))
+    if saved is not None:  # another number of ranks has no such
         _set_random_state(saved)
+
+
+# --- on the disk --------------------------------------------------------------------------------------
 
 
 def save(private: Private, folder: Path) -> Path:
@@ -84,68 +118,188 @@ def save(private: Private, folder: Path) -> Path:
             "save() in the middle of a step would lose it; save when optimizer.stepped is true"
         )
     first = private.stepper.ranks.on_first
-    name = first(lambda: f"{private.stepper.recorded.entries:010d}")
-    target, draft = folder / "checkpoints" / name, folder / "checkpoints" / f".writing-{name}"
+    name = first(lambda: f"{private.stepper.recorded.number:010d}")
+    target, draft = folder / CHECKPOINTS / name, folder / CHECKPOINTS / f".writing-{name}"
     if first(target.exists):
         return target  # nothing was released since
-    first(lambda: _clear_drafts(target.parent))
-    with _alone_or_together() as alone:
-        dcp.save(state_dict(private, copy=False), checkpoint_id=draft, no_dist=alone)
+    first(lambda: _prepare(target.parent, draft))
+    with _sealed(private, copy=False) as state, _alone_or_together() as alone:
+        written = dcp.save(state, checkpoint_id=draft, planner=_WritePlain(), no_dist=alone)
+    _write_seal(private, draft, written)
     first(lambda: _publish(draft, target))
     return target
 
 
-def _clear_drafts(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for left_over in folder.glob(".writing-*"):
+def _prepare(folder: Path, draft: Path) -> None:
+    """Clear what a crash left over, and make the folder to write to."""
+    make_private_folder(folder)
+    for left_over in [*folder.glob(".writing-*"), *folder.glob(".removing-*")]:
         shutil.rmtree(left_over)
+    make_private_folder(draft)
+
+
+def _write_seal(private: Private, draft: Path, written: Metadata) -> None:
+    """Each rank digests a share of the files."""
+    stepper, ranks = private.stepper, private.stepper.ranks
+    # Those that will be read: a listing of a network folder may lack the newest files of other ranks.
+    names = ranks.on_first(lambda: sorted({info.relative_path for info in written.storage_data.values()}))
+    names.append(".metadata")
+    key = stepper.engine.key
+    shares = ranks.gather(seal.digests(draft, names[ranks.rank :: ranks.world], key))
+    files = {name: digest for share in shares for name, digest in share.items()}
+
+    def write() -> None:
+        ledger, step = stepper.recorded, stepper.steps_taken
+        found = Seal(private.run_id, step, ledger.proof(step), ledger.entries, ledger.chain(), files)
+        seal.write(draft, found, key)
+
+    ranks.on_first(write)
 
 
 def _publish(draft: Path, target: Path) -> None:
     sync_folder(draft)
     os.rename(draft, target)
     sync_folder(target.parent)
-    for old in finished(target.parent)[:-KEPT]:
-        shutil.rmtree(old)
-
-
-def finished(folder: Path) -> list[Path]:
-    """The whole checkpoints, oldest first."""
-    return sorted(path for path in folder.glob("[0-9]*") if (path / ".metadata").exists())
+    for old in seal.checkpoints(target.parent)[:-KEPT]:
+        # Renamed first: a crash in the middle of removing must not leave half a checkpoint under its name.
+        leaving = old.with_name(f".removing-{old.name}")
+        os.rename(old, leaving)
+        shutil.rmtree(leaving)
 
 
 def resume(private: Private, folder: Path) -> bool:
     """Load the last checkpoint, if there is one."""
-    found = private.stepper.ranks.on_first(lambda: finished(folder / "checkpoints"))
+    stepper, ranks = private.stepper, private.stepper.ranks
+    found = ranks.on_first(lambda: seal.checkpoints(folder / CHECKPOINTS))
     if not found:
         return False
-    state = state_dict(private)
-    keys = dcp.FileSystemReader(found[-1]).read_metadata().state_dict_metadata
-    if not any(key.startswith(f"random.{private.stepper.ranks.rank}.") for key in keys):
-        state["random"] = {}
+    own = _verify(private, found[-1])
+    metadata = dcp.FileSystemReader(found[-1]).read_metadata()
+    state = _template(private, metadata)
+    if own:
+        stepper.noise.unfinished = True  # until the history that is being overwritten is whole again
+    else:
+        del state["noise"]
     with _alone_or_together() as alone:
-        dcp.load(state, checkpoint_id=found[-1], no_dist=alone)
-    load_state_dict(private, state)
+        dcp.load(state, checkpoint_id=found[-1], planner=_ReadPlain(), no_dist=alone)
+    if own:
+        load_state_dict(private, state)
+    else:
+        # A copy begins a run of its own: weights and moments are a start like any other, noise and steps are new.
+        stepper.abandon()
+        if stepper.steps_taken:
+            stepper.noise = stepper.engine.init(stepper.parameters)
+        _load_training(private, state, settings=False)
     return True
+
+
+def _verify(private: Private, path: Path) -> bool:
+    """Refuse a checkpoint that was changed; whether it is of this run, not of the one that this was copied from."""
+    stepper, ranks = private.stepper, private.stepper.ranks
+    keys = []
+
+    def check() -> Seal:
+        read, key = seal.read(path, stepper.recorded)
+        keys.append(key)
+        if read.run_id == private.run_id:
+            stepper.recorded.expect(read.step, read.proof)
+        return read
+
+    known = ranks.on_first(check)
+    key = ranks.share_key(keys[0] if keys else None)
+    mine = sorted(known.files)[ranks.rank :: ranks.world]
+    bad = sorted(name for share in ranks.gather(seal.changed(path, known, mine, key)) for name in share)
+    if bad:
+        raise ValueError(
+            f"{path / bad[0]}: was changed after it was written; restore it, or remove {path} to go on from the "
+            "checkpoint before it"
+        )
+    return known.run_id == private.run_id
+
+
+def _template(private: Private, metadata: Metadata) -> dict[str, Any]:
+    """What to load a checkpoint into: the memory of the run where it has some, else as the checkpoint says."""
+    stepper = private.stepper
+    stepper.noise.unfinished = False
+    history = stepper.engine.state_dict(stepper.noise, copy=False)["history"]
+    state: dict[str, Any] = {"model": get_model_state_dict(private.model), "noise": {"history": history}}
+    state["optimizer"], state["random"] = {"state": {}}, {}
+    parameters = optimizer_state.named(private.optimizer.original, private.model)
+    for key, path in metadata.planner_data.items():
+        if path[0] == "model" or path[:2] == ("noise", "history"):
+            continue
+        if path[0] == "random" and path[1] != str(stepper.ranks.rank):
+            continue
+        place: Any = state
+        for name in path[:-1]:
+            place = place.setdefault(name, {})
+        found = metadata.state_dict_metadata[key]
+        place[path[-1]] = None  # an object, which is read whole
+        if isinstance(found, TensorStorageMetadata):
+            like = parameters[path[2]] if path[:2] == ("optimizer", "state") else torch.empty(0)
+            place[path[-1]] = optimizer_state.template(like, found.size, found.properties.dtype)
+    return state
+
+
+# Objects are tensors, numbers, text and containers of them, so that reading one can execute nothing.
+
+
+class _WritePlain(DefaultSavePlanner):
+    """Refuses to write an object that could not be read."""
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        written = super().transform_object(write_item, object)
+        if isinstance(written, io.BytesIO):
+            try:
+                _read_plain(written)
+            except pickle.UnpicklingError as error:
+                raise ValueError(
+                    f"{write_item.index.fqn}: a checkpoint holds tensors, numbers, text, lists and dictionaries only "
+                    f"({str(error).splitlines()[0]})"
+                ) from None
+        return written
+
+
+class _ReadPlain(DefaultLoadPlanner):
+    """Refuses to read any other object."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        _read_plain(value)
+        super().load_bytes(read_item, value)
+
+
+def _read_plain(value: io.BytesIO) -> None:
+    value.seek(0)
+    with torch.serialization.safe_globals(_NUMPY):
+        torch.load(value, weights_only=True)
+    value.seek(0)
+
+
+# A learning rate may be a number of NumPy's.
+_NUMPY: list[Any] = [np.dtype, np.float64(0).__reduce__()[0]]
+_NUMPY += [type(np.dtype(kind)) for kind in "fdilqIQLB?"]
 
 
 @contextmanager
 def _alone_or_together() -> Iterator[bool]:
-    """Whether there is one process, without torch's warning that there is."""
+    """Whether there is one process, without torch's warning that there is, and with errors that are its own."""
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
         )
-        yield not (dist.is_available() and dist.is_initialized())
+        try:
+            yield not (dist.is_available() and dist.is_initialized())
+        except CheckpointException as error:  # what went wrong, rather than on which ranks
+            raise next(iter(error.failures.values()))[0] from None
 
 
 def _random_state() -> dict[str, Any]:
     """Torch's generators, which dropout uses."""
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {"cpu": torch.get_rng_state(), "cuda": devices}
+    return {"cpu": torch.get_rng_state(), "cuda": (devices,)}
 
 
 def _set_random_state(saved: dict[str, Any]) -> None:
     torch.set_rng_state(saved["cpu"])
-    if saved["cuda"]:
-        torch.cuda.set_rng_state_all(saved["cuda"])
+    if saved["cuda"][0]:
+        torch.cuda.set_rng_state_all(saved["cuda"][0])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from bandmf.torch.training import checkpoint
 from bandmf.torch.training.loader import Loader, from_loader
 from bandmf.torch.training.optimizer import PrivateOptimizer, PrivateScheduler
 from bandmf.torch.training.ranks import Ranks
+from bandmf.torch.training.run_folder import Opened
 from bandmf.torch.training.self_test import SelfTest
 from bandmf.torch.training.step import Stepper
 
@@ -48,6 +47,7 @@ def make_private(
     loader_options: Mapping[str, Any] | None = None,
     run_folder: str | Path | None = None,
     save_every: int | None = None,
+    moved: str | None = None,
     self_test: bool = True,
 ) -> Private:
     """Drop-in model, optimizer and loader for a training loop whose result is private as the plan says.
@@ -77,7 +77,10 @@ def make_private(
     batches check unless `self_test=False`. `scheduler` returns as
     `private.scheduler`, which counts logical steps. `run_folder` keeps key, ledger and checkpoints;
     `private.resume()` continues from there; `save_every` steps, and at the end, a checkpoint is written by
-    itself.
+    itself. A folder that was moved or copied is refused, until `moved` states once what happened: "moved" (the
+    original is gone) or "copied" (a new run from these weights, whose privacy is spent in addition).
+
+    Every run has secrets of its own, derived from the key and a random id: `key=` given twice repeats nothing.
     """
     if not isinstance(plan, Plan):
         raise _check.fail("plan", type(plan).__name__, "must be a Plan", "make one with bandmf.plan(...)")
@@ -88,9 +91,8 @@ def make_private(
     ranks = Ranks(parameters.values())
     _check_memory(plan, parameters, ranks)
     folder = None if run_folder is None else Path(run_folder)
-    found: list[Key] = []
-    ranks.on_first(lambda: found.append(_key(key, folder)))
-    key = ranks.share_key(found[0] if found else None)
+    opened = Opened(folder, key, moved, ranks)
+    key = opened.run_key
     ranks.start_equal(model)
     data, options = from_loader(dataset)
     batches = sampler(plan, key, len(data) if hasattr(data, "__len__") else None)
@@ -108,9 +110,10 @@ def make_private(
         "plan": plan.digest, "steps": plan.steps, "key": key.fingerprint, "clip_norm": clip_norm,
         "per_layer": bool(per_layer), "sampler": batches.provenance, "examples": batches.examples,
     }  # fmt: skip
-    _open_ledger(stepper, folder, key, provenance)
+    stepper.steps_released = opened.begin(provenance)
+    stepper.ledger = opened.ledger
     loader = Loader(stepper, data, physical_batch_size, epoch_steps, {**options, **(loader_options or {})})
-    private = Private(model, optimizer, loader, stepper, criterion, scheduler, folder)
+    private = Private(model, optimizer, loader, stepper, criterion, scheduler, folder, opened)
     if save_every is not None:
         private.save_every(save_every)
     return private
@@ -128,6 +131,7 @@ class Private:
         criterion: Callable[..., Any] | None,
         scheduler: Any,
         folder: Path | None,
+        opened: Opened,
     ) -> None:
         self.model, self.loader, self.plan, self.stepper = model, loader, stepper.plan, stepper
         self.optimizer = PrivateOptimizer(optimizer, stepper)
@@ -135,7 +139,8 @@ class Private:
         self.criterion = None
         if criterion is not None:
             self.criterion = ExampleCriterion(criterion, lambda: stepper.rows, stepper.mean_loss)
-        self.folder = folder
+        self.folder, self.run_id = folder, opened.run_id
+        self._inherited_steps = opened.inherited_steps
 
     @property
     def steps_taken(self) -> int:
@@ -159,8 +164,13 @@ class Private:
         return self.stepper.ledger
 
     def spent(self) -> float:
-        """The epsilon of all steps that the run has released, in this process or before, at the plan's delta."""
-        return self.plan.spent_after(self.stepper.steps_released)
+        """The epsilon of all steps that the run has released, in this process or before, at the plan's delta.
+
+        A run that goes on from a copy (`moved="copied"`) adds what its ancestors had released when they were copied;
+        the deltas add up as well. What an original releases after that is in its own report, and comes on top.
+        """
+        steps = [*self._inherited_steps, self.stepper.steps_released]
+        return sum(self.plan.spent_after(each) for each in steps)
 
     def backward(self, losses: Tensor) -> None:
         """The backward pass for one loss per example, such as those of bandmf.torch.losses."""
@@ -270,31 +280,3 @@ def _check_allocated(plan: Plan, stepper: Stepper) -> None:
             f"the noise of this model takes {held} bytes, as each of its many small tensors is padded",
             "plan with fewer bands, or a larger memory=",
         )
-
-
-def _key(key: Key | None, folder: Path | None) -> Key:
-    """The key of the run: the one in its folder, the one given, or a fresh one, which is kept."""
-    if folder is None:
-        return Key() if key is None else key
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "key"
-    if not path.exists():
-        # Named only when it is complete, so that a crash leaves a whole key or none.
-        draft = folder / f".key-{os.getpid()}"
-        draft.unlink(missing_ok=True)
-        (key or Key()).save(draft)
-        with contextlib.suppress(FileExistsError):
-            os.link(draft, path)
-        draft.unlink()
-    stored = Key.load(path)
-    if key is not None and key != stored:
-        raise ValueError(f"key: the run in {folder} has another key; leave key= out, or use another folder")
-    return stored
-
-
-def _open_ledger(stepper: Stepper, folder: Path | None, key: Key, provenance: dict[str, Any]) -> None:
-    def open_it() -> int:
-        stepper.ledger = Ledger(None if folder is None else folder / "ledger.jsonl", key, provenance)
-        return stepper.ledger.steps_released
-
-    stepper.steps_released = stepper.ranks.on_first(open_it)

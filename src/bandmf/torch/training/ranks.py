@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from bandmf.ledger import check_process
 from bandmf.randomness.key import Key
 from bandmf.torch.noise.shards import broadcast_key
 
@@ -17,6 +19,7 @@ class Ranks:
     """Which process this is, how the model is spread, and the little that the processes tell each other."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._process = os.getpid()
         together = dist.is_available() and dist.is_initialized()
         self.world = dist.get_world_size() if together else 1
         self.rank = dist.get_rank() if together else 0
@@ -49,7 +52,8 @@ class Ranks:
         return values
 
     def on_first(self, action: Callable[[], Any]) -> Any:
-        """Let rank 0 do something; its result, or its error, comes to every rank."""
+        """Let rank 0 do something; its result, or its error, comes to every rank. Not in a fork of a rank."""
+        check_process(self._process)
         if self.world == 1:
             return action()
         outcome: list[Any] = [None, None]

@@ -1,0 +1,347 @@
+"""What a run has released: an append-only record, and the guards that rest on it.
+
+The noise of a step depends on the key, the run and the step alone. Two results of one step with the same noise but
+different gradients reveal the difference of the gradients without any noise; so a released step may be run
+again (after a crash) only if it releases the very same sum.
+
+Each line of the file is a JSON object whose `chain` is a keyed digest of itself and of all lines before it: the first
+says what the run is, each later one what was released. A line is on the disk before its noise is added. The first line
+holds the run's random id; the keys of the run derive from it and from the user's key, so that a key alone repeats
+nothing. It also says where file and folder lie (device and inode), so that a copy is noticed.
+
+Guarantees:
+- a step is released once; the same sum again is a replay, an entry of its own; another sum is refused;
+- steps are released in order and not past the plan;
+- a run goes on only with the plan, key, clip norm, sampler and number of examples it began with;
+- the file appears with its first line or not at all; a later line torn by a crash is dropped (its step was not
+  released); any other change of a line is refused. Whole lines lost at the end are noticed only by what knows of them:
+  see `knows`;
+- a ledger in another place is refused until it is stated whether it moved or was copied; a copy is another run;
+- one process at a time, and not a fork of it;
+- the digests are keyed: they tell nothing about the data to whoever has only the ledger.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bandmf import _check
+from bandmf.ledger.file import LockedLines, Place
+from bandmf.randomness.key import Key
+
+_SIZE = 16  # bytes of a digest
+_CHAIN = b', "chain": "'  # what comes before it, at the end of a line
+# Of the first line; the rest of it is what the run was given.
+_BOOKKEEPING = ("kind", "run_id", "place", "copied_from", "chain")
+_REVEALS = (
+    "two results with the same noise reveal their difference: restart with the same code, data, machine and number "
+    "of ranks, or begin a new run in another folder; if nobody ever saw anything that came of the steps from {0} on, "
+    "say so with withdraw({0}, statement)"
+)
+_REMEDY = {
+    "plan": "continue with the plan of the run, or begin another run in another folder",
+    "key": "load the key of the run",
+    "clip_norm": "the noise was planned for the clip norm of the run",
+    "sampler": "the privacy of the plan rests on the batches of the sampler",
+    "examples": "the data may not change during a run",
+}
+_MOVED = (
+    "if the original is gone, say so with moved='moved'; if it may still be used, moved='copied' begins a run of its "
+    "own from these weights, whose privacy is spent in addition"
+)
+
+
+def _fresh_run_id() -> str:
+    """128 bits of the operating system. Tests that need two equal runs replace this function; nothing else does."""
+    return os.urandom(16).hex()
+
+
+class Ledger:
+    """The record of one run, in a file or, without a path, in memory.
+
+    >>> ledger = Ledger(None, Key(), {"plan": "5f2c", "steps": 10})
+    >>> ledger.release(0, b"indices", b"sum"), ledger.release(0, b"indices", b"sum")
+    ('step', 'replay')
+    >>> ledger.release(0, b"indices", b"other")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ValueError: step=0: was released before with another sum of gradients; ...
+
+    Without `run` it is opened for reading, and `begin(run)` comes later: what a run is given (its sampler) can depend
+    on `run_key`.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None,
+        key: Key,
+        run: Mapping[str, Any] | None = None,
+        moved: str | None = None,
+    ) -> None:
+        self._user_key, self._process = key, os.getpid()
+        self._moved = _check.choice("moved", moved, (None, "moved", "copied"))
+        self._file = None if path is None else LockedLines(Path(path))
+        self._forget(_fresh_run_id())
+        try:
+            if self._file is not None and self._file.path.exists():
+                for number, line in enumerate(self._file.read()):
+                    self._read(number, line)
+            self._check_place()
+            if run is not None:
+                self.begin(run)
+        finally:
+            if not self._begun:
+                self.close()  # until `begin`; whatever fails before that leaves no lock behind
+
+    def _forget(self, run_id: str) -> None:
+        """Be the empty ledger of this run."""
+        self.run_id, self.run_key = run_id, self._user_key.for_run(run_id)
+        self._secret = self.run_key.derive("ledger").secret
+        self.run: dict[str, Any] = {}
+        self._released = bytearray()  # two digests for each step
+        self._chains = bytearray()  # one for each line
+        self._place: Place | None = None
+        self.copied_from: dict[str, Any] | None = None
+        self.replays = 0
+        self._begun = False
+
+    # --- the beginning ------------------------------------------------------------------------------------
+
+    def begin(self, run: Mapping[str, Any]) -> None:
+        """Write the first line of a new run; of one that is on record, check that it goes on as it began."""
+        self._check_process()
+        steps = _check.whole("steps", run["steps"])
+        if self._file is not None:
+            self._file.take_up()
+        try:
+            if self.entries:
+                _expect(self.run, dict(run), self._file and self._file.path)
+            elif self.copied_from is not None:
+                _expect(
+                    {"plan": self.copied_from["plan"]},
+                    {"plan": run.get("plan")},
+                    self._file and self._file.path,
+                )
+            self.run = dict(run)
+            self._steps, self._begun = steps, True
+            if not self.entries:
+                self._create()
+            elif self._moved is not None and self._file is not None:
+                self._append({"kind": "moved", "place": self._file.place()})
+        except BaseException:
+            self.close()
+            raise
+
+    def copy(self) -> None:
+        """Become the ledger of a new run, which the one on record is the ancestor of; `begin` replaces the file."""
+        ancestor = {
+            "run_id": self.run_id,
+            "plan": self.run.get("plan"),  # without which nobody could tell what those steps have spent
+            "number": self.number,
+            "steps": [*self.inherited_steps, self.steps_released],
+        }
+        self._forget(_fresh_run_id())
+        self.copied_from = ancestor
+
+    def key_of(self, run_id: str) -> Key | None:
+        """The key of this run or of the one that it was copied from; None for any other."""
+        known = {self.run_id, self.copied_from["run_id"] if self.copied_from else self.run_id}
+        return self._user_key.for_run(run_id) if run_id in known else None
+
+    def _create(self) -> None:
+        entry: dict[str, Any] = {"kind": "run", "run_id": self.run_id}
+        if self.copied_from is not None:
+            entry["copied_from"] = self.copied_from
+        if self._file is None:
+            self._append({**entry, **self.run})
+            return
+
+        def first_line(place: Place) -> bytes:
+            return self._line({**entry, "place": place, **self.run})
+
+        kept = None
+        if self.copied_from is not None:
+            kept = self._file.path.with_name(f"copied-{self.copied_from['run_id']}.jsonl")
+        self._file.create(first_line, kept)
+
+    def _check_place(self) -> None:
+        if self._file is None or not self.entries:
+            if self._moved is not None:
+                raise _check.fail("moved", self._moved, "there is no run to go on with", "leave moved= out")
+            return
+        here, folder = self._file.place() == self._place, str(self._file.path.parent)
+        if here and self._moved is not None:
+            raise _check.fail(
+                "moved", self._moved, f"{folder} lies where its ledger says it does", "leave moved= out"
+            )
+        if not here and self._moved is None:
+            raise _check.fail(
+                "moved", None, f"{folder} was moved, copied or restored since its run began, and a copy that goes on "
+                "beside its original uses the same noise for different sums", _MOVED,
+            )  # fmt: skip
+
+    # --- what a run may do --------------------------------------------------------------------------------
+
+    @property
+    def entries(self) -> int:
+        """How many lines there are."""
+        return len(self._chains) // _SIZE
+
+    @property
+    def number(self) -> int:
+        """As `entries`, and larger than any such number of the run that this one was copied from."""
+        return self.entries + (self.copied_from["number"] if self.copied_from else 0)
+
+    @property
+    def steps_released(self) -> int:
+        """How many steps have been released: the next new one is this."""
+        return len(self._released) // (2 * _SIZE)
+
+    @property
+    def inherited_steps(self) -> list[int]:
+        """How many steps the runs had released that this one was copied from, oldest first."""
+        return list(self.copied_from["steps"]) if self.copied_from else []
+
+    def release(self, step: int, batch: bytes, total: bytes) -> str:
+        """Record, on the disk, that the noisy `total` of this `batch` is about to be released.
+
+        Returns "step", or "replay" if this very sum was released before; refuses anything else.
+        """
+        self._check_process()
+        _check.whole("step", step, 0, self._steps - 1, remedy=f"the plan ends after steps={self._steps}")
+        if step > self.steps_released:
+            raise _check.fail(
+                "step", step, f"must be at most {self.steps_released}: steps are released in order"
+            )
+        found, before = self._digest(batch) + self._digest(total), self._digests(step)
+        if before and found != before:
+            what = "sum of gradients" if found[:_SIZE] == before[:_SIZE] else "batch of examples"
+            raise _check.fail("step", step, f"was released before with another {what}", _REVEALS.format(step))
+        kind = "replay" if before else "step"
+        batch_digest, sum_digest = found[:_SIZE].hex(), found[_SIZE:].hex()
+        self._append({"kind": kind, "step": step, "batch": batch_digest, "sum": sum_digest})
+        self._apply(kind, step, found)
+        return kind
+
+    def proof(self, step: int) -> str:
+        """What a checkpoint before this step keeps, to show that it belongs to this ledger."""
+        return self._digests(step - 1).hex() if step else ""
+
+    def expect(self, step: int, proof: str) -> None:
+        """Refuse a checkpoint of another run, or of steps that were withdrawn."""
+        if step > self.steps_released or proof != self.proof(step):
+            raise _check.fail(
+                "step", step, f"the ledger has {self.steps_released} steps, and not the one before this checkpoint",
+                "use the checkpoint and the ledger of one run, and none of steps that were withdrawn",
+            )  # fmt: skip
+
+    def chain(self, entries: int | None = None) -> str:
+        """The digest of the first so many lines: of all of them, unless told."""
+        end = _SIZE * (self.entries if entries is None else entries)
+        return bytes(self._chains[end - _SIZE : end]).hex()
+
+    def knows(self, entries: int, chain: str) -> bool:
+        """Whether the first so many lines have this digest. If not, lines were lost that a checkpoint knew."""
+        return 0 < entries <= self.entries and self.chain(entries) == chain
+
+    def withdraw(self, step: int, statement: str) -> None:
+        """Take back all steps from this one on: only for results that nobody has seen, which you must state."""
+        step = _check.whole("step", step, 0, self.steps_released)
+        if not isinstance(statement, str) or not statement.strip():
+            raise _check.fail("statement", statement, "must say why nobody can have seen these steps")
+        self._append({"kind": "withdraw", "step": step, "statement": statement})
+        self._apply("withdraw", step)
+
+    def _digest(self, contents: bytes) -> bytes:
+        return hashlib.blake2b(contents, key=self._secret, digest_size=_SIZE).digest()
+
+    def _digests(self, step: int) -> bytes:
+        """Those of a released step; empty if it was not released."""
+        return bytes(self._released[2 * _SIZE * step : 2 * _SIZE * (step + 1)])
+
+    def _check_process(self) -> None:
+        check_process(self._process)
+
+    def close(self) -> None:
+        """Let another process have the ledger."""
+        if self._file is not None:
+            self._file.close()
+
+    # --- its lines ----------------------------------------------------------------------------------------
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        self._check_process()
+        line = self._line(entry)
+        if self._file is not None:
+            try:
+                self._file.append(line)
+            except BaseException:
+                del self._chains[-_SIZE:]
+                raise
+
+    def _line(self, entry: dict[str, Any]) -> bytes:
+        """An entry as the next line of the chain."""
+        body = json.dumps(entry).encode()[:-1]
+        chain = self._link(body)
+        self._chains += chain
+        return body + _CHAIN + chain.hex().encode() + b'"}'
+
+    def _link(self, body: bytes) -> bytes:
+        """The keyed digest of a line and, through that of the line before, of all before it."""
+        return self._digest(bytes(self._chains[-_SIZE:]) + body)
+
+    def _read(self, number: int, line: bytes) -> None:
+        try:
+            entry, (body, chain) = json.loads(line), line.removesuffix(b'"}').rsplit(_CHAIN, 1)
+            if number == 0:
+                self._forget(entry["run_id"])
+            link = self._link(body)
+            good = chain == link.hex().encode() and (entry["kind"] == "run") == (number == 0)
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+            good = False
+        if not good:
+            where = f"{self._file and self._file.path}: line {number + 1}"
+            other = ", or with another key" if number == 0 else ""
+            raise ValueError(f"{where} was changed after it was written{other}; restore the file")
+        self._chains += link
+        kind = entry["kind"]
+        if "place" in entry:
+            self._place = entry["place"]
+        if kind == "run":
+            self.copied_from = entry.get("copied_from")
+            self.run = {name: value for name, value in entry.items() if name not in _BOOKKEEPING}
+        elif kind != "moved":
+            self._apply(kind, entry["step"], bytes.fromhex(entry.get("batch", "") + entry.get("sum", "")))
+
+    def _apply(self, kind: str, step: int, found: bytes = b"") -> None:
+        if kind == "withdraw":
+            del self._released[2 * _SIZE * step :]
+        elif kind == "replay":
+            self.replays += 1
+        else:
+            self._released += found
+
+
+def check_process(opened_by: int) -> None:
+    """Refuse to release anything in a fork of the process that opened the run."""
+    if os.getpid() != opened_by:
+        raise RuntimeError(
+            f"this run was opened by process {opened_by}, and this is process {os.getpid()}, a fork of it: both would "
+            "use the same noise for different sums; call make_private in the process that trains"
+        )
+
+
+def _expect(recorded: dict[str, Any], given: dict[str, Any], path: Any) -> None:
+    given = json.loads(json.dumps(given))
+    for name in sorted(recorded.keys() | given.keys(), key=lambda name: (name not in _REMEDY, name)):
+        if recorded.get(name) != given.get(name):
+            raise _check.fail(
+                name,
+                given.get(name),
+                f"the run in {path} began with {recorded.get(name)!r}",
+                _REMEDY.get(name, ""),
+            )

@@ -1,0 +1,132 @@
+"""Opening a run folder: it begins a run, goes on with one, or is refused.
+
+| in the folder | what happens |
+| --- | --- |
+| nothing of a run | a run begins: first its ledger appears, whole, then its key |
+| a ledger of one line, neither key nor checkpoint | the start was interrupted; the run begins anew |
+| ledger and key | the run goes on, if all checkpoints are its own and the ledger knows what they know |
+| a key or a checkpoint, no ledger | refused: nobody knows which steps were released |
+| ledger and key, in another place than recorded | refused until `moved` says what happened |
+
+Guarantees: a crash at any moment leaves a folder that the next start accepts; what is refused is left as it was; only
+its owner can enter the folder or read the files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from bandmf import _check
+from bandmf._files import make_private_folder, sync_folder
+from bandmf.ledger import Ledger
+from bandmf.randomness.key import Key
+from bandmf.torch.training import seal
+from bandmf.torch.training.ranks import Ranks
+
+LEDGER, KEY, CHECKPOINTS = "ledger.jsonl", "key", "checkpoints"
+
+
+class Opened:
+    """A run that may go on: every rank has its id and its key, rank 0 its ledger."""
+
+    def __init__(self, folder: Path | None, key: Key | None, moved: str | None, ranks: Ranks) -> None:
+        self._folder, self._given, self._ranks = folder, key, ranks
+        self.ledger: Ledger | None = None
+        self.run_id: str
+        self.inherited_steps: list[int]  # that the runs which this one was copied from had released
+        self.run_id, self.inherited_steps = ranks.on_first(lambda: self._open(moved))
+        self.run_key = ranks.share_key(self.ledger.run_key if self.ledger else None)
+
+    def _open(self, moved: str | None) -> tuple[str, list[int]]:
+        self._user_key = _user_key(self._given, self._folder)
+        path = None if self._folder is None else self._folder / LEDGER
+        ledger = Ledger(path, self._user_key, moved=moved)
+        if self._folder is not None:
+            seal.check_all(self._folder / CHECKPOINTS, ledger)
+        if moved == "copied":
+            ledger.copy()
+        self.ledger = ledger
+        return ledger.run_id, ledger.inherited_steps
+
+    def begin(self, run: dict[str, Any]) -> int:
+        """Begin or go on with this run; how many steps it has released."""
+        return self._ranks.on_first(lambda: self._begin(run))
+
+    def _begin(self, run: dict[str, Any]) -> int:
+        assert self.ledger is not None
+        if self._folder is not None:
+            make_private_folder(self._folder)
+            for draft in [*self._folder.glob(f".{KEY}.*"), *self._folder.glob(f".{LEDGER}.*")]:
+                draft.unlink(missing_ok=True)  # of a start that was interrupted
+        self.ledger.begin(run)
+        if self._folder is not None:
+            _keep(self._user_key, self._folder / KEY)
+        return self.ledger.steps_released
+
+
+def _user_key(key: Key | None, folder: Path | None) -> Key:
+    """The key in the folder, the one given, or a fresh one; refuses a folder that is not whole."""
+    if folder is None:
+        return Key() if key is None else key
+    _refuse_remains(folder)
+    if (folder / KEY).exists():
+        stored = Key.load(folder / KEY)
+        if key is not None and key != stored:
+            raise ValueError(
+                f"key: the run in {folder} has another key; leave key= out, or use another folder"
+            )
+        return stored
+    if (folder / LEDGER).exists() and not _discard_interrupted(folder) and key is None:
+        raise _check.fail(
+            "key",
+            None,
+            f"the run in {folder} has lost its key file",
+            "restore the file, or give the key as key=",
+        )
+    return Key() if key is None else key
+
+
+def _refuse_remains(folder: Path) -> None:
+    """Without the ledger nobody knows what was released: whatever else is left of a run must not go on."""
+    if (folder / LEDGER).exists():
+        return
+    remains = [folder / KEY] if (folder / KEY).exists() else []
+    remains += [*seal.checkpoints(folder / CHECKPOINTS), *folder.glob("copied-*.jsonl")]
+    if remains:
+        raise ValueError(
+            f"{folder}: has {remains[0].relative_to(folder)} but no {LEDGER}, which says what was released; restore "
+            "it, or begin a new run in another folder: what this one has spent counts in addition"
+        )
+
+
+def _discard_interrupted(folder: Path) -> bool:
+    """Remove the ledger of a start that was interrupted before the key had its name: nothing was released."""
+    with open(folder / LEDGER, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RuntimeError(f"{folder}: another process is beginning this run; wait for it") from None
+        remains = (folder / KEY).exists() or seal.checkpoints(folder / CHECKPOINTS)
+        if file.read().count(b"\n") != 1 or remains:
+            return False
+        os.unlink(folder / LEDGER)
+        return True
+
+
+def _keep(key: Key, path: Path) -> None:
+    """Write the key, under its name only when it is complete."""
+    if path.exists():
+        return
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        key.save(draft)
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+    sync_folder(path.parent)

@@ -1,0 +1,227 @@
+"""A checkpoint without the key: the noise cannot be read from it, nor anything be made to happen by changing it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import stat
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from releases import CLIP, PLAN, RATE, Watch, open_run
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from bandmf import Key
+from bandmf.torch.noise import sealing
+from bandmf.torch.training import checkpoint, seal
+from training import same_run, simple_plan
+
+
+def stolen(folder):
+    """All tensors of a checkpoint, read without the key."""
+    reader = dcp.FileSystemReader(folder)
+    metadata = reader.read_metadata()
+    tensors = {
+        name: torch.empty(found.size, dtype=found.properties.dtype)
+        for name, found in metadata.state_dict_metadata.items()
+        if isinstance(found, TensorStorageMetadata)
+    }
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+def recovered(before, after, slot):
+    """The attack: the sum of the step between two checkpoints, as (released - noise), from weights and history."""
+    total = []
+    for name in ("weight", "bias"):
+        moved = (before[f"model.{name}"] - after[f"model.{name}"]) / RATE * PLAN.batch_size
+        y = after[f"noise.history.{name}"][slot].reshape(moved.shape)
+        total.append((moved - CLIP * PLAN.noise_scale * y.nan_to_num(0, 0, 0).clamp(-9, 9)).flatten())
+    return torch.cat(total)
+
+
+def error_of_the_attack(folder):
+    """How far the best slot's answer is from the clipped sum of step 5, in units of the noise's own size."""
+    watch = Watch(open_run(folder, save_every=1, plan=PLAN)).train(6)
+    watch.private.save()
+    watch.private.close()
+    before, after = (stolen(path) for path in seal.checkpoints(folder / "checkpoints"))
+    slots = len(after["noise.history.bias"])
+    assert slots == PLAN.bands - 1
+    errors = [float((recovered(before, after, slot) - watch.true[5]).norm()) for slot in range(slots)]
+    return min(errors) / float(watch.noise[5].norm())
+
+
+def test_two_checkpoints_do_not_reveal_a_clipped_sum(tmp_path):
+    assert error_of_the_attack(tmp_path) > 0.5
+
+
+def test_the_attack_works_on_a_history_in_the_clear(tmp_path, monkeypatch):
+    """What the test above looks for is there if it is planted."""
+    monkeypatch.setattr(sealing, "_encrypt", lambda state, secret: None)
+    assert error_of_the_attack(tmp_path) < 1e-4
+
+
+def test_a_state_dict_does_not_hold_the_noise():
+    private = Watch(open_run()).train(5).private
+    mine = private.stepper.noise.history
+    before = {name: vectors.clone() for name, vectors in mine.items()}
+    taken = private.state_dict()["noise"]["history"]
+    for name, vectors in taken.items():
+        alike = vectors.reshape(mine[name].shape) == mine[name]
+        assert float(alike.float().mean()) < 0.1
+        assert torch.equal(mine[name], before[name])  # the run's own is as it was
+
+
+def test_no_stream_is_used_for_two_checkpoints(tmp_path):
+    """Of the same run, step and contents, too: else one that is written after withdraw() would reveal another."""
+    private = Watch(open_run(tmp_path)).train(5).private
+    states = [private.state_dict()["noise"] for _ in range(2)]
+    assert states[0]["seal"]["salt"] != states[1]["seal"]["salt"]
+    pads = []
+    for state in states:
+        for name, vectors in private.stepper.noise.history.items():
+            pads.append(state["history"][name].view(torch.int32) ^ vectors.view(torch.int32))
+    for one, two in ((pads[0], pads[2]), (pads[1], pads[3])):
+        assert float((one == two).float().mean()) < 0.05
+
+
+def test_an_interrupted_encryption_is_noticed(monkeypatch):
+    """Half of the history would be no noise: the run must not go on with it."""
+    watch = Watch(open_run()).train(5)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sealing._Stream, "words", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        watch.private.state_dict()
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="was interrupted while it wrote"):
+        watch.train(6)
+
+
+def test_a_failed_save_leaves_the_run_as_it_was(tmp_path, monkeypatch):
+    key = Key()
+    with same_run():
+        whole = Watch(open_run(tmp_path / "one", key=key)).train()
+        watch = Watch(open_run(tmp_path / "two", key=key)).train(5)
+    monkeypatch.setattr(os, "fsync", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        watch.private.save()
+    monkeypatch.undo()
+    watch.train()
+    assert all(torch.equal(*pair) for pair in zip(whole.released, watch.released, strict=True))
+
+
+@pytest.mark.parametrize("where", ["history", "tag", "salt", "plain"])
+def test_a_state_that_was_tampered_with_is_refused(where):
+    watch = Watch(open_run()).train(5)
+    state = watch.private.state_dict()
+    if where == "history":
+        state["noise"]["history"]["weight"].view(torch.int32)[1, 3] ^= 1 << 31
+    elif where == "plain":
+        state["noise"] = watch.private.stepper.engine.state_dict(watch.private.stepper.noise)
+    else:
+        state["noise"]["seal"][where] = "00" * 16
+    with pytest.raises(ValueError, match=r"noise history=.*its tag does not fit"):
+        watch.private.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="load the last checkpoint"):  # nor is garbage used as noise
+        watch.train(6)
+
+
+# --- what is executed -----------------------------------------------------------------------------------
+
+
+class Malicious:
+    """A pickle that makes a file when it is read."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (str(self.path), "w"))
+
+
+def saved(folder):
+    private = Watch(open_run(folder)).train(5).private
+    private.save()
+    private.close()
+    return seal.checkpoints(folder / "checkpoints")[-1]
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "seal.json"])
+def test_nothing_of_a_changed_checkpoint_is_executed(tmp_path, name):
+    folder, proof = saved(tmp_path / "run"), tmp_path / "executed"
+    (folder / name).write_bytes(pickle.dumps(Malicious(proof)))
+    with pytest.raises(ValueError, match=f"{name}: was changed after it was written"):
+        open_run(tmp_path / "run").resume()
+    assert not proof.exists()
+
+
+def test_the_attack_works_on_a_checkpoint_without_a_seal(tmp_path, monkeypatch):
+    folder, proof = saved(tmp_path / "run"), tmp_path / "executed"
+    (folder / ".metadata").write_bytes(pickle.dumps(Malicious(proof)))
+    monkeypatch.setattr(checkpoint, "_verify", lambda *_: True)
+    with pytest.raises(AttributeError, match=r"state_dict_metadata|planner_data"):
+        open_run(tmp_path / "run").resume()
+    assert proof.exists()
+
+
+def test_files_of_two_checkpoints_cannot_be_exchanged(tmp_path):
+    Watch(open_run(tmp_path, save_every=2)).train().private.close()
+    older, newer = seal.checkpoints(tmp_path / "checkpoints")
+    shutil.copy(older / "__0_0.distcp", newer / "__0_0.distcp")
+    with pytest.raises(ValueError, match=r"__0_0.distcp: was changed"):
+        open_run(tmp_path).resume()
+
+
+class Schedule:
+    """A scheduler whose state is an object of its own class."""
+
+    def state_dict(self):
+        return {"mine": self}
+
+    def step(self):
+        pass
+
+
+def test_objects_that_are_not_plain_are_refused_before_they_are_written(tmp_path):
+    private = open_run(tmp_path, scheduler=Schedule())
+    with pytest.raises(ValueError, match="scheduler: a checkpoint holds tensors, numbers, text"):
+        private.save()
+    assert not list((tmp_path / "checkpoints").glob("[0-9]*"))
+
+
+def test_a_missing_or_foreign_seal_is_refused(tmp_path):
+    folder = saved(tmp_path)
+    known = json.loads((folder / "seal.json").read_text())
+    (folder / "seal.json").write_text(json.dumps({**known, "entries": known["entries"] - 1}))
+    with pytest.raises(ValueError, match=r"seal.json: was changed after it was written, or is missing"):
+        open_run(tmp_path)
+    (folder / "seal.json").unlink()
+    with pytest.raises(ValueError, match=r"or remove .* to go on from the checkpoint before it"):
+        open_run(tmp_path)
+    shutil.rmtree(folder)
+    open_run(tmp_path)
+
+
+def test_checkpoints_are_closed_to_others(tmp_path):
+    mask = os.umask(0)
+    try:
+        folder = saved(tmp_path)
+    finally:
+        os.umask(mask)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (folder, folder.parent)} == {0o700}
+
+
+def test_a_strategy_without_history_is_saved_and_resumed(tmp_path):
+    plan = simple_plan(steps=6, bands=1)
+    Watch(open_run(tmp_path, plan=plan, save_every=2)).train(5).private.close()
+    private = open_run(tmp_path, plan=plan)
+    assert private.resume()
+    assert private.steps_taken == 4
