@@ -19,13 +19,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from bandmf import _check
-from bandmf.accounting.events import Event, one_release
+from bandmf.accounting.events import Event, capped, one_release
 from bandmf.participation import MinSeparation, Participation, Single
 from bandmf.randomness.key import Key
 from bandmf.randomness.stream import Indices, Permutation, Stream
@@ -126,10 +125,7 @@ class CyclicPoisson:
     def events(self) -> tuple[Event, ...]:
         """What the accountant must be told of these batches; where parts differ in size, the worst counts."""
         event = Event(self.probability, -(-self.steps // self.parts), self.adjacency)
-        if self.max_batch_size is None:
-            return (event,)
-        sizes = np.unique(np.diff(self._bounds)).tolist()
-        return tuple(replace(event, max_batch_size=self.max_batch_size, examples=size) for size in sizes)
+        return capped(event, self.max_batch_size, np.unique(np.diff(self._bounds)).tolist())
 
     @property
     def provenance(self) -> dict[str, Any]:
