@@ -24,14 +24,15 @@ def test_example_runs(name, arguments, says):
     assert says in result.stdout
 
 
-def test_sharded_example_runs_on_two_processes():
+@pytest.mark.parametrize(("name", "arguments"), [("fsdp.py", ["--epochs", "0.5"]), ("ddp.py", [])])
+def test_example_runs_on_two_processes(name, arguments):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*launch, str(EXAMPLES / "fsdp.py"), "--epochs", "0.5"]
+    command = [*launch, str(EXAMPLES / name), *arguments]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
     assert "2 processes" in result.stdout
 
 
 def test_every_example_is_listed_here():
-    listed = {"classifier.py", "lora.py", "language_model.py", "fsdp.py"}
+    listed = {"classifier.py", "lora.py", "language_model.py", "fsdp.py", "ddp.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == listed
