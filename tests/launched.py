@@ -23,7 +23,9 @@ def fixed(size: int = 32) -> bytes:
 
 def main() -> None:
     folder, script = Path(sys.argv[1]), sys.argv[2]
-    os.urandom = secrets.token_bytes = fixed  # in this process alone, which ends with the script
+    # In this process alone, which ends with the script; the script leaves it to us to end it.
+    os.urandom = secrets.token_bytes = fixed
+    leave, os._exit = os._exit, lambda code: None
     torch.manual_seed(0 if os.environ["RANK"] == "0" else 1)
     try:
         model = runpy.run_path(script, run_name="__main__")["model"]
@@ -31,6 +33,7 @@ def main() -> None:
         (folder / f"refused-{os.environ['RANK']}").write_text(str(refusal))
     else:
         torch.save(weights(model), folder / f"weights-{os.environ['RANK']}.pt")
+    leave(0)
 
 
 if __name__ == "__main__":
