@@ -22,7 +22,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--epsilon", type=float, default=8.0)
 parser.add_argument("--epochs", type=float, default=6.0, help="private passes over the private examples")
 parser.add_argument("--examples", type=int, default=4_000, help="private examples")
-parser.add_argument("--public-steps", type=int, default=1_200, help="steps of pre-training on public text")
+parser.add_argument("--public-steps", type=int, default=800, help="steps of pre-training on public text")
 arguments = parser.parse_args()
 
 TOPICS, WORDS, LENGTH, MASK = 12, 240, 16, 240
@@ -69,6 +69,7 @@ class Classifier(nn.Module):
         adapters = LoraConfig(r=4, lora_alpha=8, target_modules=["query", "value"])
         self.body = get_peft_model(body, adapters)
         self.head = nn.Linear(body.config.hidden_size, 2)
+        nn.init.zeros_(self.head.weight)  # before it is trained, it knows nothing
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         return self.head(self.body(words).last_hidden_state.mean(1))

@@ -26,12 +26,12 @@ def test_example_runs(name, arguments, says):
 
 
 def test_private_adapters_learn_a_task_of_held_out_sentences():
-    command = [sys.executable, str(EXAMPLES / "lora.py"), "--public-steps", "400", "--examples", "2000"]
+    command = [sys.executable, str(EXAMPLES / "lora.py"), "--public-steps", "300", "--epochs", "4"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
     before, after = map(float, re.findall(r"accuracy ([\d.]+)% before, ([\d.]+)% after", result.stdout)[0])
     assert after > 80
-    assert after > before + 10
+    assert after > before + 25
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
