@@ -54,12 +54,11 @@ def test_python_does_not_shut_down_while_threads_of_gloo_live(name, arguments, t
         """
         import atexit, os, pathlib, runpy, sys
 
-        def shut_down():
+        def shut_down(note):
             names = [path.read_text() for path in pathlib.Path("/proc/self/task").glob("*/comm")]
-            alive = [name for name in names if "gloo" in name]
-            pathlib.Path(__file__).with_name("alive-" + os.environ["RANK"]).write_text("".join(alive))
+            note.write_text("".join(name for name in names if "gloo" in name))
 
-        atexit.register(shut_down)
+        atexit.register(shut_down, pathlib.Path(__file__).with_name("alive-" + os.environ["RANK"]))
         sys.argv = sys.argv[1:]
         runpy.run_path(sys.argv[0], run_name="__main__")
         """
