@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import replace
+import warnings
 from typing import Any, Protocol
 
 import numpy as np
 
 from bandmf import _check
-from bandmf.accounting.events import Event, one_release
+from bandmf.accounting.events import Event, capped, one_release
 from bandmf.participation import MinSeparation, Participation, Single
 from bandmf.randomness.key import Key
 from bandmf.randomness.stream import Indices, Permutation, Stream
@@ -129,10 +129,7 @@ class CyclicPoisson:
     def events(self) -> tuple[Event, ...]:
         """What the accountant must be told of these batches; where parts differ in size, the worst counts."""
         event = Event(self.probability, -(-self.steps // self.parts), self.adjacency)
-        if self.max_batch_size is None:
-            return (event,)
-        sizes = np.unique(np.diff(self._bounds)).tolist()
-        return tuple(replace(event, max_batch_size=self.max_batch_size, examples=size) for size in sizes)
+        return capped(event, self.max_batch_size, np.unique(np.diff(self._bounds)).tolist())
 
     @property
     def provenance(self) -> dict[str, Any]:
@@ -162,7 +159,8 @@ class FixedOrder:
     """The order of an unamplified plan: parts of equal size in turns, so each example returns after a cycle.
 
     No randomness counts towards privacy; the data are shuffled once, by the key, for the sake of training.
-    `participation` is what really happens, never more than the plan's own.
+    `participation` is what really happens, never more than the plan's own. Examples that it can never use are
+    named in a warning.
     """
 
     def __init__(self, plan: SampledPlan, key: Key, examples: int) -> None:
@@ -174,6 +172,8 @@ class FixedOrder:
         partition = key.derive("partition")
         self._arrange = Permutation(Stream(partition, _ORDER), examples)
         self._provenance = _describe(self, partition, batch_size=self._most)
+        if note := unused_note(plan.participation, plan.steps, examples, plan.batch_size):
+            warnings.warn(note, stacklevel=3)
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -229,6 +229,31 @@ def cycle_length(participation: Participation, steps: int, examples: int, batch_
             f"use batch_size={examples * times / steps:g}, or another number of steps",
         )
     return separation
+
+
+def used_examples(participation: Participation, steps: int, examples: int, batch_size: float) -> int:
+    """How many of the examples a fixed order uses at all.
+
+    >>> used_examples(Single(), steps=10, examples=1000, batch_size=20)
+    200
+    """
+    cycle = cycle_length(participation, steps, examples, batch_size)
+    turns, most = min(steps, cycle), math.ceil(batch_size)
+    whole_parts = -(-examples // cycle) <= most
+    return examples * turns // cycle if whole_parts else turns * most
+
+
+def unused_note(participation: Participation, steps: int, examples: int, batch_size: float) -> str:
+    """A sentence about examples that a fixed order never uses, and the remedy; empty if it uses all."""
+    unused = examples - used_examples(participation, steps, examples, batch_size)
+    if not unused:
+        return ""
+    cycle = cycle_length(participation, steps, examples, batch_size)
+    remedy = f"take at least {cycle} steps" if cycle > steps else f"plan with batch_size={examples / cycle:g}"
+    return (
+        f"{unused} of examples={examples} are never used: {steps} steps of at most {math.ceil(batch_size)} reach only "
+        f"{examples - unused}; {remedy}, or with fewer examples"
+    )
 
 
 def poisson_sample(stream: Stream, size: int, probability: float) -> Indices:

@@ -21,7 +21,7 @@ from bandmf import _check
 from bandmf.accounting import accountant
 from bandmf.accounting.cache import cached
 from bandmf.accounting.calibrate import calibrate
-from bandmf.accounting.events import ADJACENCIES, MAX_EPSILON, MIN_EPSILON, Event, checked_delta
+from bandmf.accounting.events import ADJACENCIES, MAX_EPSILON, MIN_EPSILON, Event, capped, checked_delta
 
 __all__ = ["ADJACENCIES", "Event", "calibrated", "epsilon", "noise_multiplier", "spent"]
 
@@ -41,7 +41,7 @@ def noise_multiplier(
     `sampling_probability=1` means no amplification: `rounds` releases of the Gaussian mechanism.
     `max_batch_size` caps a batch: of a larger sample a random subset of that size is used. What the cap costs
     depends on `examples`, how many examples a round samples *from* (with b bands, the size of one of the b
-    parts of the data).
+    parts of the data). Under "add-remove" the neighbor with `examples + 1` of them is counted too.
 
     Guarantees:
       - `epsilon(sigma, ...) <= epsilon` for the very number returned, and above 1 - 1e-4 of it (beyond 1e5
@@ -59,8 +59,8 @@ def noise_multiplier(
     >>> round(noise_multiplier(1.0, 1e-6, 1.0, 1), 3)
     4.225
     """
-    event = Event(sampling_probability, rounds, adjacency, max_batch_size, examples)
-    return calibrated(event, epsilon, delta)
+    events = _events(sampling_probability, rounds, adjacency, max_batch_size, examples)
+    return max(calibrated(event, epsilon, delta) for event in events)
 
 
 def epsilon(
@@ -82,8 +82,16 @@ def epsilon(
     >>> round(epsilon(3.0, 1e-6, 0.1, 512), 4)
     3.7697
     """
-    event = Event(sampling_probability, rounds, adjacency, max_batch_size, examples)
-    return spent(event, noise_multiplier, delta)
+    events = _events(sampling_probability, rounds, adjacency, max_batch_size, examples)
+    return max(spent(event, noise_multiplier, delta) for event in events)
+
+
+def _events(
+    q: float, rounds: int, adjacency: str, max_batch_size: int | None, examples: int | None
+) -> tuple[Event, ...]:
+    """The events of rounds whose batches are cut to `max_batch_size`, if at all; the worst one counts."""
+    checked = Event(q, rounds, adjacency, max_batch_size, examples)
+    return capped(checked, max_batch_size, () if examples is None else (int(examples),))
 
 
 def calibrated(event: Event, epsilon: float, delta: float) -> float:

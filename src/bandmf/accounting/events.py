@@ -6,6 +6,7 @@ at most 1. An event is so many rounds of one kind.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from scipy import special
@@ -22,8 +23,8 @@ MIN_DELTA = 1e-13  # the accountant cuts tails of mass 1e-15 and books them as c
 class Event:
     """Rounds that sample each of `examples` examples with `sampling_probability`; 1 means no sampling.
 
-    `max_batch_size` caps a batch; what the cap costs depends on `examples`, how many a round samples *from*.
-    Both are None when no sample can be larger.
+    `max_batch_size` caps a batch; what the cap costs depends on `examples`, how many a round samples *from*,
+    the example in question included. Both are None when no sample can be larger.
 
     >>> Event(0.1, rounds=8).after(3)
     Event(sampling_probability=0.1, rounds=3, adjacency='add-remove', max_batch_size=None, examples=None)
@@ -93,6 +94,20 @@ def sampling_probability(bands: int, batch_size: float, examples: int) -> float:
     return min(1.0, bands * batch_size / examples)
 
 
+def capped(event: Event, max_batch_size: int | None, sizes: Iterable[int]) -> tuple[Event, ...]:
+    """The events of rounds that cut a batch to `max_batch_size`, for parts of these sizes; the worst one counts.
+
+    Under add-remove the neighbor of a part may hold one example less or one more. The larger of two neighbors
+    decides what the cap costs: the part itself, or the part with one example more.
+    """
+    if max_batch_size is None:
+        return (event,)
+    more = (0, 1) if event.adjacency == "add-remove" else (0,)
+    larger = sorted({size + extra for size in sizes for extra in more})
+    events = (replace(event, max_batch_size=max_batch_size, examples=size) for size in larger)
+    return tuple(dict.fromkeys(events))
+
+
 def cyclic_poisson(
     steps: int, bands: int, batch_size: float, examples: int, adjacency: str, max_batch_size: int | None
 ) -> tuple[Event, ...]:
@@ -101,17 +116,14 @@ def cyclic_poisson(
     There is more than one only with a cap on the batch, whose cost depends on the size of the parts.
     """
     event = Event(sampling_probability(bands, batch_size, examples), -(-steps // bands), adjacency)
-    if max_batch_size is None:
-        return (event,)
-    if bands > 1 and adjacency == "add-remove":
+    if max_batch_size is not None and bands > 1 and adjacency == "add-remove":
         raise _check.fail(
             "max_batch_size",
             max_batch_size,
             "with several bands, needs parts of known size, which adjacency='add-remove' does not have",
             "use adjacency='zero-out', or bands=1",
         )
-    sizes = sorted({examples // bands, -(-examples // bands)})
-    return tuple(replace(event, max_batch_size=max_batch_size, examples=size) for size in sizes)
+    return capped(event, max_batch_size, {examples // bands, -(-examples // bands)})
 
 
 def checked_delta(delta: float, event: Event) -> float:

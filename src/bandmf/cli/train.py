@@ -21,6 +21,10 @@ from bandmf.planning import plan as make_plan
 if TYPE_CHECKING:
     from bandmf.demo.training import History
 
+COVERS = (
+    "Epsilon covers each final run on its own. It does not cover the search over learning rates, which trained on the "
+    "same images, nor all seeds together."
+)
 _EXAMPLE = "Example: bandmf train --epsilon 8 --epochs 4 --plot train.png"
 
 
@@ -53,7 +57,7 @@ def train(
     ] = None,
     learning_rates: Annotated[
         str | None,
-        typer.Option(help="Comma-separated rates; each mechanism uses its best."),
+        typer.Option(help="Comma-separated rates; each mechanism uses its best on held-out images."),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw accuracy against step.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -62,7 +66,7 @@ def train(
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"{package} is missing: training needs it; pip install 'bandmf[torch]'")
     with show.status("loading images"):
-        images = datasets.load(dataset, data)
+        tuning, images = datasets.hold_out(datasets.load(dataset, data))
     usual = _USUAL[images.name]
     seeds = _check.whole("seeds", usual.seeds if seeds is None else seeds)
     setting: dict[str, Any] = {
@@ -76,13 +80,15 @@ def train(
     with show.status("planning"):
         plans = {"DP-SGD": make_plan(**setting, bands=1), "BandMF": make_plan(**setting)}
     results = {
-        name: _tune_and_run(images, plan, name, rates, seeds, clip_norm) for name, plan in plans.items()
+        name: _tune_and_run(tuning, images, plan, name, rates, seeds, clip_norm)
+        for name, plan in plans.items()
     }
     if plot is not None:
         curves = {name: [(h.steps, h.accuracies) for h in runs] for name, (_, runs) in results.items()}
         title = f"{images.name}, epsilon={epsilon:g}, delta={setting['delta']:g}"
         plots.save(plots.accuracy(curves, title), plot)
-    _report(plans, results, images.name, json)
+    split = {"trained on": len(images.train), "tuned on": len(tuning.test), "tested on": len(images.test)}
+    _report(plans, results, images.name, split, json)
 
 
 train.__doc__ = f"Train DP-SGD and BandMF on real images at the same privacy budget.\n\n{_EXAMPLE}"
@@ -98,9 +104,15 @@ def _rates(text: str) -> list[float]:
 
 
 def _tune_and_run(
-    images: datasets.Images, plan: Plan, name: str, rates: list[float], seeds: int, clip_norm: float
+    tuning: datasets.Images,
+    images: datasets.Images,
+    plan: Plan,
+    name: str,
+    rates: list[float],
+    seeds: int,
+    clip_norm: float,
 ) -> tuple[float, list[History]]:
-    """The best learning rate, by one run for each, and runs with it from other initializations."""
+    """The best learning rate, by one run for each on held-out images, and runs with it from other initializations."""
     from bandmf.demo import training
 
     spent = Spent(plan)
@@ -108,7 +120,7 @@ def _tune_and_run(
     with Progress(*columns, console=show.messages, transient=True) as progress:
         task = progress.add_task(name, total=(len(rates) + seeds) * plan.steps)
 
-        def run(rate: float, seed: int) -> History:
+        def run(images: datasets.Images, rate: float, seed: int) -> History:
             began = time.monotonic()
 
             def listen(step: int, loss: float, accuracy: float | None) -> None:
@@ -118,8 +130,8 @@ def _tune_and_run(
 
             return training.train(images, plan, rate, seed, clip_norm=clip_norm, listen=listen)
 
-        best = max(rates, key=lambda rate: run(rate, 0).final)
-        return best, [run(best, seed) for seed in range(1, seeds + 1)]
+        best = max(rates, key=lambda rate: run(tuning, rate, 0).final)
+        return best, [run(images, best, seed) for seed in range(1, seeds + 1)]
 
 
 class Spent:
@@ -141,6 +153,7 @@ def _report(
     plans: dict[str, Plan],
     results: dict[str, tuple[float, list[History]]],
     data: str,
+    split: dict[str, int],
     as_json: bool,
 ) -> None:
     rows = []
@@ -160,7 +173,8 @@ def _report(
             }
         )
     if as_json:
-        show.print_json({"data": data, "runs": rows})
+        images = {name.replace(" ", "_"): count for name, count in split.items()}
+        show.print_json({"data": data, "images": images, "epsilon_covers": COVERS, "runs": rows})
         return
     plan = plans["BandMF"]
     title = (
@@ -172,3 +186,5 @@ def _report(
     for row in rows:
         table.add_row(*map(str, row.values()))
     show.console.print(table)
+    show.console.print("Images: " + ", ".join(f"{count} {name}" for name, count in split.items()) + ".")
+    show.console.print(COVERS)

@@ -14,7 +14,7 @@ from bandmf.planning import Plan
 from bandmf.torch.training.make_private import make_private
 
 GLANCE = 2000  # test images for the accuracy along the way; at the end all of them are judged
-# (step, loss of the batch, accuracy on the test images or None)
+# (step, loss of the batch, accuracy on the test images or None). Neither number is private.
 Listener = Callable[[int, float, float | None], None]
 
 

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from bandmf.accounting.events import MAX_EPSILON
+from bandmf.sampling import unused_note
 
 if TYPE_CHECKING:
     from bandmf.planning.plan import Plan
@@ -40,7 +41,7 @@ def _sampling(plan: Plan) -> str:
     if not plan.amplified:
         return (
             f"Sampling. None is relied upon: any example may take part as in {plan.participation}. "
-            "If more happens, `plan.epsilon_for(...)` says what was really spent."
+            f"If more happens, `plan.epsilon_for(...)` says what was really spent.{_unused(plan)}"
         )
     assert plan.examples is not None
     assert plan.epochs is not None
@@ -60,6 +61,14 @@ def _sampling(plan: Plan) -> str:
         f"{plan.batch_size:g} examples on average, {plan.epochs:g} participations in all.{cap} Batches must "
         "be drawn in just this way; shuffled epochs void the guarantee."
     )
+
+
+def _unused(plan: Plan) -> str:
+    """What the fixed order of an unamplified plan leaves out."""
+    if plan.participation is None or plan.examples is None:
+        return ""
+    note = unused_note(plan.participation, plan.steps, plan.examples, plan.batch_size)
+    return f" With batches in a fixed order, {note}." if note else ""
 
 
 def _noise(plan: Plan) -> str:

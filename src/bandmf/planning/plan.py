@@ -108,7 +108,9 @@ class Plan(Setup):
             return None
         if self.participation is None:
             return self.steps * self.batch_size / self.examples
-        return self.steps / cycle_length(self.participation, self.steps, self.examples, self.batch_size)
+        cycle = cycle_length(self.participation, self.steps, self.examples, self.batch_size)
+        in_turn = min(self.examples / cycle, math.ceil(self.batch_size))
+        return self.steps * in_turn / self.examples
 
     @cached_property
     def sensitivity(self) -> float:

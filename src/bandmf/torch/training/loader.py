@@ -6,11 +6,19 @@ another; an empty share is filled with one example that counts nothing; together
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sized
+from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 
 from bandmf import _check
 from bandmf.torch.training.self_test import REHEARSALS
@@ -167,7 +175,37 @@ def epoch_length(stepper: Stepper) -> int:
 
 
 def from_loader(data: Any) -> tuple[Dataset[Any], dict[str, Any]]:
-    """A data set and how to load from it, from a data set or from an existing DataLoader."""
+    """A data set and how to load from it, from a data set or from an existing DataLoader.
+
+    Its batches are the plan's, so a DataLoader that chooses, weighs or repeats rows is refused.
+    """
     if not isinstance(data, DataLoader):
         return data, {}
+    if not isinstance(data.dataset, IterableDataset):
+        _check_whole(data)
     return data.dataset, {name: getattr(data, name) for name in _TAKEN}
+
+
+def _check_whole(loader: DataLoader[Any]) -> None:
+    """Fail unless the DataLoader gives each row of its data set once, one row at a time."""
+    batches = loader.batch_sampler
+    if batches is None:
+        raise _check.fail(
+            "DataLoader(batch_size=...)",
+            None,
+            "each item of its data set counts as one example, even one that is a batch",
+            "give make_private a data set of single examples",
+        )
+    rows: Any = batches.sampler if type(batches) is BatchSampler else batches
+    size = len(cast(Sized, loader.dataset))
+    in_order = type(rows) is SequentialSampler and len(rows.data_source) == size
+    shuffled = type(rows) is RandomSampler and not rows.replacement and len(rows.data_source) == size
+    if in_order or (shuffled and rows.num_samples == size):
+        return
+    raise _check.fail(
+        "DataLoader(sampler=..., batch_sampler=...)",
+        type(rows).__name__,
+        "which rows it takes cannot be honored: the plan draws its batches from the whole data set",
+        "give make_private the data set itself, or torch.utils.data.Subset(dataset, indices) for some of its rows, "
+        "and plan with examples=len(...) of what you give",
+    )

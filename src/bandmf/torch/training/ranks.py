@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from bandmf import _check
 from bandmf.ledger import check_process
 from bandmf.randomness.key import Key
 from bandmf.torch.noise.shards import broadcast_key
@@ -21,6 +22,8 @@ class Ranks:
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self._process = os.getpid()
         together = dist.is_available() and dist.is_initialized()
+        if not together:
+            _check_alone()
         self.world = dist.get_world_size() if together else 1
         self.rank = dist.get_rank() if together else 0
         self.sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
@@ -72,3 +75,17 @@ class Ranks:
         if self.replicated:
             for tensor in tensors:
                 dist.all_reduce(tensor)
+
+
+def _check_alone() -> None:
+    """Fail if torchrun, or the like, started this process as one of several that do not know of each other."""
+    launched = os.environ.get("WORLD_SIZE", "1")
+    if launched.isdigit() and int(launched) > 1:
+        raise _check.fail(
+            "WORLD_SIZE",
+            int(launched),
+            "this is one of several processes, but there is no process group: each would spend the budget of the "
+            "same data on a run of its own",
+            'call torch.distributed.init_process_group("nccl"), or "gloo" on the CPU, before make_private; to train '
+            "alone, unset WORLD_SIZE",
+        )
