@@ -17,9 +17,21 @@ from training import train, weights
 def folder(tmp_path_factory):
     """All runs, from one process: to start one takes longer than to train."""
     folder = tmp_path_factory.mktemp("ranks")
-    two = ["2", "ddp-2:ddp:hooks", "fsdp-2:fsdp:ghost", "ddp-on:ddp:hooks:10", "fsdp-on:fsdp:ghost:10"]
-    one = ["1", "ddp-on:ddp:hooks:15", "fsdp-on:fsdp:ghost:15"]
-    three = ["3", "ddp-3:ddp:ghost", "fsdp-3:fsdp:ghost", "ddp-on:ddp:hooks", "fsdp-on:fsdp:ghost"]
+    two = [
+        "2",
+        "ddp-2:ddp:hooks",
+        "fsdp-2:fsdp:bookkeeping",
+        "ddp-on:ddp:hooks:10",
+        "fsdp-on:fsdp:bookkeeping:10",
+    ]
+    one = ["1", "ddp-on:ddp:hooks:15", "fsdp-on:fsdp:bookkeeping:15"]
+    three = [
+        "3",
+        "ddp-3:ddp:bookkeeping",
+        "fsdp-3:fsdp:bookkeeping",
+        "ddp-on:ddp:hooks",
+        "fsdp-on:fsdp:bookkeeping",
+    ]
     command = [sys.executable, HERE / "rank_training.py", folder, *two, *one, *three]
     result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -49,3 +61,14 @@ def test_every_rank_has_the_same_number_of_physical_batches(name, folder):
     assert all(counts == first for counts in others)
     assert min(first) == 1
     assert max(first) > 1
+
+
+def test_gpt2_with_tied_weights_trains_on_ranks_what_it_trains_alone(tmp_path):
+    import rank_gpt2
+
+    command = [sys.executable, HERE / "rank_gpt2.py", tmp_path, "2"]
+    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    alone = rank_gpt2.train("one")
+    for kind in ("replicas", "shards"):
+        torch.testing.assert_close(torch.load(tmp_path / f"{kind}.pt"), alone, rtol=0, atol=5e-6)
