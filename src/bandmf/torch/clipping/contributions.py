@@ -53,7 +53,9 @@ class Outer:
     def add_to(self, total: Tensor, factors: Tensor, scale: float) -> None:
         """Add scale times the sum over the examples of factor times gradient."""
         given, right = self.left, self.right
-        if given.dtype == torch.float16:  # small factors would leave its range, and be rounded by up to 100 percent
+        if (
+            given.dtype == torch.float16
+        ):  # small factors would leave its range, and be rounded by up to 100 percent
             given, right = given.float(), right.float()
         left = torch.empty_like(given)
         torch.mul(given, factors[:, None, None], out=left)  # rounded once; `norms` allows for it

@@ -132,6 +132,11 @@ class Hooks(GradSampleHooks):
         """After the backward pass of a layer: its rule gives the gradients, tied ones are added up."""
         if not self.hooks_enabled:
             return
+        if getattr(module, "activations", None) == []:
+            raise RuntimeError(
+                "a second backward pass through the same batch: optimizer.step() must follow every backward pass; "
+                "clipping='bookkeeping' adds several up"
+            )
         activations, backprops = self.rearrange_grad_samples(
             module=module,
             backprops=outputs[0].detach(),
