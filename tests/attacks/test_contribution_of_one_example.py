@@ -70,8 +70,8 @@ def whole_text(model, x):
     return functional.cross_entropy(model(x)[0], labels, reduction="sum")
 
 
-def nearly_equal_tokens(times, width, size, nearness, opposite=False):
-    generator = torch.Generator().manual_seed(times)
+def nearly_equal_tokens(times, width, size, nearness, opposite=False, seed=0):
+    generator = torch.Generator().manual_seed(100 * seed + times)
     token = size * torch.randn(1, 1, width, generator=generator)
     turns = 1.0 - 2.0 * opposite * (torch.arange(times) % 2)[None, :, None]
     return token * turns + nearness * size * torch.randn(1, times, width, generator=generator)
@@ -103,13 +103,12 @@ def ascend(model, losses, x, steps, learning_rate):
 )
 def test_no_content_of_an_example_adds_more_than_the_clip_norm(mode, dtype, victim, losses):
     largest = 0.0
-    for times in (1, 2, 7, 64):
+    for times in (1, 2, 7, 64) if mode == "bookkeeping" else (2, 64):
         for size, nearness in ((1.0, 1.0), (30.0, 1e-3), (1e4, 1e-6), (1e8, 1e-6)):
-            start = nearly_equal_tokens(times, 24, size, nearness, opposite=losses is whole_text)
-            model = victim()
-            for x in (start, *ascend(copy.deepcopy(model), losses, start, 10, 0.1 * size)):
-                found = contribution(model.to(dtype), mode, losses, x.to(dtype))
-                largest = max(largest, found)
+            model, opposite = victim(), losses is whole_text
+            starts = [nearly_equal_tokens(times, 24, size, nearness, opposite, seed) for seed in range(3)]
+            for x in (*starts, *ascend(copy.deepcopy(model), losses, starts[0], 10, 0.1 * size)):
+                largest = max(largest, contribution(model.to(dtype), mode, losses, x.to(dtype)))
                 model.float()
     assert 0.5 * CLIP < largest <= ALLOWED
 

@@ -85,7 +85,7 @@ class PerExample:
         samples = {name: sample for name, sample in found.items() if sample is not None}
         if not samples:
             raise RuntimeError(
-                "no per-example gradients: call model.train(), and loss.backward() before optimizer.step()"
+                "no per-example gradients: call loss.backward() on this batch before optimizer.step()"
             )
         return samples
 
@@ -125,6 +125,14 @@ def _add(total: Tensor, factor: Tensor, sample: Tensor, scale: float) -> None:
 
 class Hooks(GradSampleHooks):
     """Like its base class, but stores complete per-example gradients without a copy: a tenth of a training step."""
+
+    def capture_activations_hook(self, module: Any, inputs: Any, output: Any) -> None:
+        """As in training mode, whatever the mode: gradients are wanted wherever hooks are enabled."""
+        mode, module.training = module.training, True
+        try:
+            super().capture_activations_hook(module, inputs, output)
+        finally:
+            module.training = mode
 
     def capture_backprops_hook(
         self, module: Any, _inputs: Any, outputs: Any, loss_reduction: str, batch_first: bool

@@ -34,7 +34,8 @@ class Watch:
     def _state(self) -> dict[str, tuple[int, int]]:
         found = {name: _version(parameter) for name, parameter in self._parameters}
         for path, buffers in self._buffers:
-            found |= {f"{path}.{name}": _version(b) for name, b in buffers.items() if b is not None}
+            prefix = f"{path}." if path else ""
+            found |= {f"{prefix}{name}": _version(b) for name, b in buffers.items() if b is not None}
         return found
 
 
