@@ -530,7 +530,7 @@ def test_a_missing_backward_pass_is_refused(clipping, self_test):
 
 @pytest.mark.parametrize("clipping", ["hooks", "functorch", "bookkeeping"])
 def test_evaluation_mode_may_be_left_on(clipping):
-    plan, found = simple_plan(steps=3), []
+    plan, found = simple_plan(steps=4), []
     for training in (True, False):
         private = private_run(plan, clipping=clipping)
         private.model.train(training)

@@ -185,8 +185,9 @@ class _Note(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        ctx.receive(ctx.saved_tensors, gradient)
-        return None, None, None, gradient, *[None] * len(ctx.saved_tensors)
+        saved = ctx.saved_tensors  # once: checkpointing does not give them a second time
+        ctx.receive(saved, gradient)
+        return None, None, None, gradient, *[None] * len(saved)
 
 
 def _anchor() -> Tensor:
