@@ -71,8 +71,10 @@ def make_private(
     `dataset` may be a DataLoader: its data set, collate function and workers are taken, its batches are not.
     It may be a stream, too: an iterable that gives (index, example) for all examples, each time it is
     iterated. `physical_batch_size` bounds how many examples are in memory at once: `optimizer.step()` then
-    adds up, and only the call for the last piece of a batch updates the weights. `clipping` is "hooks",
-    "functorch" or "ghost" (with `criterion=`, or `private.backward(losses)`). `scheduler` returns as
+    adds up, and only the call for the last piece of a batch updates the weights. `clipping` is "auto",
+    "bookkeeping", "hooks" or "functorch". `criterion` returns as `private.criterion`, which averages within each
+    example first. `self_test` lets the loader begin with a few rehearsals, on which `optimizer.step()` takes no
+    step: they find losses and models by which examples depend on each other. `scheduler` returns as
     `private.scheduler`, which counts logical steps. `run_folder` keeps key, ledger and checkpoints;
     `private.resume()` continues from there; `save_every` steps, and at the end, a checkpoint is written by
     itself.
