@@ -206,6 +206,19 @@ def test_unscaling_by_hand_is_no_way_around_clipping():
     assert found.refused or float((found.total - expected.total).norm()) < 1e-5
 
 
+def test_a_grad_scaler_that_hides_behind_another_step_is_refused():
+    """As accelerate does it: the scale would not be taken out, and would follow the data."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    private = private_of(small_net(), vectors(), self_test=False)
+    original = private.optimizer.step
+    private.optimizer.step = lambda *given, **named: original(*given, **named)
+    x, y = next(iter(private.loader))
+    scaler.scale(functional.cross_entropy(private.model(x), y)).backward()
+    with pytest.raises(RuntimeError, match=r"use bf16, or torch\.amp\.GradScaler itself"):
+        scaler.step(private.optimizer)
+    assert private.steps_taken == 0
+
+
 def test_no_step_is_skipped_and_the_scale_stays_when_one_example_overflows():
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=1)
     data = vectors()
