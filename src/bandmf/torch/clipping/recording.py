@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from bandmf.torch.clipping.contributions import Contribution
+from bandmf.torch.clipping.fallback import Call
 from bandmf.torch.clipping.rules import Rule
 
 # Where autocast lowers the precision of the input; recorded in that precision, it takes half the memory.
@@ -143,8 +144,6 @@ class Recorder:
         return _Note.apply(_anchor(), receive, True, output, given.detach())
 
     def _note_unit(self, layer: Layer, args: Any, kwargs: Any, output: Any) -> Any:
-        from bandmf.torch.clipping.fallback import Call
-
         call = Call(layer, args, kwargs, self.rows or 0)
         leaves, shape = pytree.tree_flatten(output)
         for number, leaf in enumerate(leaves):
