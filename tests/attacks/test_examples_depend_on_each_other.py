@@ -125,13 +125,16 @@ class Counting(nn.Module):
 class Rewriting(nn.Module):
     """A parameter that is changed by the data, in place."""
 
-    def __init__(self):
+    def __init__(self, unseen=False):
         super().__init__()
-        self.inner = small_net()
+        self.inner, self.unseen = small_net(), unseen
 
     def forward(self, x):
         with torch.no_grad():
-            self.inner[0].bias += x.mean()
+            if self.unseen:
+                self.inner[0].bias.data.add_(x.mean())  # torch does not count changes through .data
+            else:
+                self.inner[0].bias += x.mean()
         return self.inner(x)
 
 
@@ -148,6 +151,12 @@ def test_a_buffer_that_changes_in_forward_is_refused_by_name(mode, self_test, ex
 def test_a_parameter_that_changes_in_forward_is_refused_by_name(mode, self_test):
     sentence = r"'inner\.0\.bias' changed between the start of a batch and its step"
     assert_refused(Rewriting(), sentence, mode, self_test=self_test)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_parameter_that_changes_through_its_data_is_refused_by_name(mode):
+    sentence = r"'inner\.0\.bias' changed between the start of a batch and its step"
+    assert_refused(Rewriting(unseen=True), sentence, mode)
 
 
 # --- found by the self-test -----------------------------------------------------------------------------
@@ -246,6 +255,23 @@ class Positions(nn.Module):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_home_made_batch_norm_is_refused(mode):
     assert_refused(HomeMadeNorm(), r"self-test: .*(depend on each other|depends on the other examples)", mode)
+
+
+class Reordered(nn.Module):
+    """Examples change places between layers, and what belongs to one is found under two numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = small_net()
+
+    def forward(self, x):
+        half = self.inner[:2](x)
+        return self.inner[2:](half.flip(0)).flip(0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_examples_that_change_places_are_refused(mode):
+    assert_refused(Reordered(), r"self-test: .*depend on each other", mode)
 
 
 @pytest.mark.parametrize("mode", MODES)

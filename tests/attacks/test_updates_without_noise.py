@@ -81,3 +81,50 @@ def test_a_run_whose_rehearsed_example_is_not_finite_goes_on(mode):
     data = vectors()
     spoiled = with_one_replaced(data, (torch.full((6,), float("nan")), data[0][1]), 0)
     assert outcome(small_net(), spoiled, mode).refused is None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_another_optimizer_cannot_use_gradients_without_noise(mode):
+    """Where they are to be had (hooks leave them in .grad), its update is noticed before anything is released."""
+    model = small_net()
+    private = private_of(model, vectors(), steps=3, clipping=mode, self_test=False)
+    other = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = weights(model).clone()
+    x, y = next(iter(private.loader))
+    nn.functional.cross_entropy(model(x), y).backward()
+    other.step()
+    if mode == "bookkeeping":
+        assert torch.equal(weights(model), before)
+        return
+    with pytest.raises(RuntimeError, match="changed between the start of a batch and its step"):
+        private.optimizer.step()
+    assert private.ledger.steps_released == 0
+
+
+def one_late(waiting):
+    """A loop whose backward pass goes through the batch before, once more."""
+
+    def loop(private, batch):
+        x, y = batch
+        loss = nn.functional.cross_entropy(private.model(x), y)
+        loss.backward(retain_graph=True)
+        if waiting:
+            waiting.pop().backward()
+        waiting.append(loss)
+        private.optimizer.step()
+
+    return loop
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("physical", [None, 4])
+def test_a_batch_cannot_be_counted_again_with_a_later_one(mode, physical):
+    """In one step by its pieces, and in the next where the gradient does not need the weights that have changed."""
+    options = {"self_test": False, "epoch_steps": 3, "physical_batch_size": physical}
+    private = private_of(linear(), vectors(), steps=3, clipping=mode, **options)
+    loop, batches = one_late([]), iter(private.loader)
+    loop(private, next(batches))
+    second = next(batches)
+    with pytest.raises(RuntimeError, match="backward pass"):
+        loop(private, second)
+    assert private.steps_taken == (0 if physical else 1)
