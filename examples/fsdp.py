@@ -36,7 +36,7 @@ plan = bandmf.plan(
     epsilon=arguments.epsilon, delta=1e-5, examples=len(data), batch_size=64, epochs=arguments.epochs
 )
 private = bandmf.torch.make_private(
-    model, optimizer, data, plan, clip_norm=1.0, clipping="ghost", criterion=nn.CrossEntropyLoss()
+    model, optimizer, data, plan, clip_norm=1.0, clipping="bookkeeping", criterion=nn.CrossEntropyLoss()
 )
 
 while not private.finished:

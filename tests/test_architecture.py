@@ -34,6 +34,7 @@ ORDER = [
     "ledger",
     "torch.noise",
     "torch.clipping",
+    "torch.losses",
     "torch.training",
     "torch",
     "jax.noise",
@@ -171,7 +172,7 @@ def test_the_order_in_the_documents_is_the_one_that_is_enforced():
     rooms = [
         room
         for room in ORDER
-        if (SOURCE / room.replace(".", "/")).is_dir() or (SOURCE / f"{room}.py").exists()
+        if (path := SOURCE / room.replace(".", "/")).is_dir() or path.with_suffix(".py").exists()
     ]
     for page in ("docs/architecture.md", "CONTRIBUTING.md"):
         text = (SOURCE.parents[1] / page).read_text()

@@ -532,12 +532,14 @@ def test_a_missing_backward_pass_is_refused(clipping, self_test):
         private.optimizer.step()
 
 
-def test_hooks_refuse_evaluation_mode():
-    private = private_run(simple_plan(), clipping="hooks", self_test=False)
-    batch = next(iter(private.loader))
-    private.model.eval()
-    with pytest.raises(ValueError, match="No activations detected"):
-        backward(private, batch)
+@pytest.mark.parametrize("clipping", ["hooks", "functorch", "bookkeeping"])
+def test_evaluation_mode_may_be_left_on(clipping):
+    plan, found = simple_plan(steps=4), []
+    for training in (True, False):
+        private = private_run(plan, clipping=clipping)
+        private.model.train(training)
+        found.append(weights(train(private).model))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("clipping", ["hooks", "functorch"])

@@ -22,7 +22,7 @@ from bandmf.torch.clipping.layers import layers_of
 from bandmf.torch.clipping.norms import Terms, squares_apart, total_squares
 from bandmf.torch.clipping.protocol import Clipping, Parameters, clip_factors
 from bandmf.torch.clipping.recording import Recorder
-from bandmf.torch.clipping.refusals import UnsupportedError, used_elsewhere, wrong_rows
+from bandmf.torch.clipping.refusals import UnsupportedError, late_backward, used_elsewhere, wrong_rows
 
 
 class Bookkeeping:
@@ -55,8 +55,7 @@ class Bookkeeping:
 
     def record(self, rows: int | None) -> None:
         """From now on the model runs on a batch of so many examples; None: do not record."""
-        self._recorder.take()
-        self._recorder.rows, self._recorder.failure = rows, None
+        self._recorder.begin(rows)
 
     @property
     def half_precision(self) -> bool:
@@ -83,6 +82,8 @@ class Bookkeeping:
 
     def _terms(self, rows: int) -> tuple[list[Pack], Terms]:
         """What was recorded, by parameter: small gradients in packs, one for each device, and the rest."""
+        if self._recorder.late:
+            raise late_backward()
         if self._recorder.failure is not None:
             raise UnsupportedError(
                 f"clipping: torch.func cannot give the gradients of single examples here "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,8 +10,10 @@ from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 
 from bandmf.torch.clipping.contributions import wide
-from bandmf.torch.clipping.recording import Layer
 from bandmf.torch.clipping.refusals import UnsupportedError
+
+if TYPE_CHECKING:
+    from bandmf.torch.clipping.recording import Layer
 
 
 class Call:

@@ -92,7 +92,7 @@ class PerExample:
         samples = {name: sample for name, sample in found.items() if sample is not None}
         if not samples:
             raise RuntimeError(
-                "no per-example gradients: call model.train(), and loss.backward() before optimizer.step()"
+                "no per-example gradients: call loss.backward() on this batch before optimizer.step()"
             )
         return samples
 
@@ -133,12 +133,34 @@ def _add(total: Tensor, factor: Tensor, sample: Tensor, scale: float) -> None:
 class Hooks(GradSampleHooks):
     """Like its base class, but stores complete per-example gradients without a copy: a tenth of a training step."""
 
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        self._own = {id(module) for module in model.modules()}
+
+    def capture_activations_hook(self, module: Any, inputs: Any, output: Any) -> None:
+        """As in training mode, whatever the mode: gradients are wanted wherever hooks are enabled.
+
+        A copy of the model (of an exponential moving average, say) carries the hooks but is not recorded.
+        """
+        if id(module) not in self._own:
+            return
+        mode, module.training = module.training, True
+        try:
+            super().capture_activations_hook(module, inputs, output)
+        finally:
+            module.training = mode
+
     def capture_backprops_hook(
         self, module: Any, _inputs: Any, outputs: Any, loss_reduction: str, batch_first: bool
     ) -> None:
         """After the backward pass of a layer: its rule gives the gradients, tied ones are added up."""
-        if not self.hooks_enabled:
+        if not self.hooks_enabled or id(module) not in self._own:
             return
+        if getattr(module, "activations", None) == []:
+            raise RuntimeError(
+                "a second backward pass through the same batch: optimizer.step() must follow every backward pass; "
+                "clipping='bookkeeping' adds several up"
+            )
         activations, backprops = self.rearrange_grad_samples(
             module=module,
             backprops=outputs[0].detach(),

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from bandmf.torch.clipping.contributions import Contribution
+from bandmf.torch.clipping.fallback import Call
 from bandmf.torch.clipping.rules import Rule, convolution, embedding, linear, transposed_linear
 
 # Where autocast lowers the precision of the input; recorded in that precision, it takes half the memory.
@@ -64,13 +65,15 @@ class Entry:
 
 
 class Recorder:
-    """The hooks of a model, and what they have noted since the last call of `take`."""
+    """The hooks of a model, and what they have noted since the last call of `begin`."""
 
     def __init__(self, layers: list[Layer]) -> None:
         self._layers = {layer.module: layer for layer in layers if layer.hooked}
         self._entries: list[Entry] = []
         self.rows: int | None = None  # examples of the batch that is recorded; None: nothing is
         self.failure: Exception | None = None
+        self.late = False  # whether a backward pass went through an earlier batch
+        self._batch = 0
         self._handles = []
         for module in self._layers:
             before = module.register_forward_pre_hook(self._before, with_kwargs=True)
@@ -80,10 +83,20 @@ class Recorder:
             )
             self._handles += [before, after]
 
-    def take(self) -> list[Entry]:
-        """All entries since the last call."""
-        entries, self._entries = self._entries, []
-        return entries
+    def begin(self, rows: int | None) -> None:
+        """Forget what was noted; from now on a batch of so many examples is recorded."""
+        self._entries, self.failure, self.late = [], None, False
+        self.rows, self._batch = rows, self._batch + 1
+
+    def _on_time(self) -> Callable[[], bool]:
+        """Whether the batch is still the one of now: examples of an earlier one have had their turn."""
+        batch = self._batch
+
+        def on_time() -> bool:
+            self.late = self.late or batch != self._batch
+            return batch == self._batch
+
+        return on_time
 
     def peek(self) -> list[Entry]:
         return self._entries
@@ -141,14 +154,15 @@ class Recorder:
     def note(self, layer: Layer, rule: Rule, given: Tensor, output: Tensor) -> Tensor:
         """The output, tied to an entry that its backward pass will make."""
 
+        on_time = self._on_time()
+
         def receive(saved: tuple[Tensor, ...], gradient: Tensor) -> None:
-            self._entries.append(Entry(layer, rule, saved[0], gradient))
+            if on_time():
+                self._entries.append(Entry(layer, rule, saved[0], gradient))
 
         return _Note.apply(_anchor(), receive, True, output, given.detach())
 
     def _note_unit(self, layer: Layer, args: Any, kwargs: Any, output: Any) -> Any:
-        from bandmf.torch.clipping.fallback import Call
-
         call = Call(layer, args, kwargs, self.rows or 0)
         leaves, shape = pytree.tree_flatten(output)
         for number, leaf in enumerate(leaves):
@@ -158,7 +172,11 @@ class Recorder:
         return pytree.tree_unflatten(leaves, shape)
 
     def _receive_unit(self, call: Any, number: int) -> Callable[[tuple[Tensor, ...], Tensor], None]:
+        on_time = self._on_time()
+
         def receive(saved: tuple[Tensor, ...], gradient: Tensor) -> None:
+            if not on_time():
+                return
             rows, self.rows = self.rows, None  # what torch.func runs is not recorded
             try:
                 found = call.gradients(saved, gradient, number)
@@ -189,8 +207,9 @@ class _Note(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        ctx.receive(ctx.saved_tensors, gradient)
-        return None, None, None, gradient, *[None] * len(ctx.saved_tensors)
+        saved = ctx.saved_tensors  # once: checkpointing does not give them a second time
+        ctx.receive(saved, gradient)
+        return None, None, None, gradient, *[None] * len(saved)
 
 
 def _outside(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -79,3 +79,10 @@ def used_elsewhere(name: str) -> RuntimeError:
         "call the layer itself (not F.linear or @ with its weight), put a bare nn.Parameter into a module of its "
         "own, or freeze it with requires_grad_(False)"
     )
+
+
+def late_backward() -> RuntimeError:
+    return RuntimeError(
+        "a backward pass went through a batch of an earlier step, whose examples would count once more; call "
+        "loss.backward() before the optimizer.step() of the same batch"
+    )

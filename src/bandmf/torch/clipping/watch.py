@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import torch
 from torch import Tensor, nn
 
 from bandmf.torch.clipping.refusals import refuse_mixing, suspects
+from bandmf.torch.noise.shards import local
 
 
 class Watch:
@@ -16,25 +20,45 @@ class Watch:
         self._buffers = [(path, module._buffers) for path, module in model.named_modules() if module._buffers]
         self._before: dict[str, tuple[int, int]] = {}
         self._suspects = suspects(model)
+        self._values: dict[str, str] | None = None
 
-    def begin(self) -> None:
+    def begin(self, by_value: bool = False) -> None:
+        """`by_value` finds changes that torch does not count, through `.data`, at the cost of reading everything."""
         self._before = self._state()
+        self._values = self._sketches() if by_value else None
 
     def check(self) -> None:
         """Fail if anything has changed since `begin`, or mixes examples by now."""
-        for name, state in self._state().items():
-            if self._before.get(name) != state:
-                raise RuntimeError(
-                    f"model: {name!r} changed between the start of a batch and its step, by data and without noise; "
-                    "keep it as it is while training (use nn.GroupNorm in place of running statistics), or change "
-                    "it after optimizer.step()"
-                )
+        changed = [name for name, state in self._state().items() if self._before.get(name) != state]
+        if self._values is not None:
+            changed += [name for name, value in self._sketches().items() if self._values.get(name) != value]
+        for name in changed:
+            raise RuntimeError(
+                f"model: {name!r} changed between the start of a batch and its step, by data and without noise; "
+                "keep it as it is while training (use nn.GroupNorm in place of running statistics), or change "
+                "it after optimizer.step()"
+            )
         refuse_mixing(self._suspects)
 
-    def _state(self) -> dict[str, tuple[int, int]]:
-        found = {name: _version(parameter) for name, parameter in self._parameters}
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._parameters
         for path, buffers in self._buffers:
-            found |= {f"{path}.{name}": _version(b) for name, b in buffers.items() if b is not None}
+            prefix = f"{path}." if path else ""
+            yield from ((f"{prefix}{name}", buffer) for name, buffer in buffers.items() if buffer is not None)
+
+    def _state(self) -> dict[str, tuple[int, int]]:
+        return {name: _version(tensor) for name, tensor in self._tensors()}
+
+    @torch.no_grad()
+    def _sketches(self) -> dict[str, str]:
+        """Sums, as text, in which NaN equals NaN."""
+        found = {}
+        for name, tensor in self._tensors():
+            numbers = local(tensor)
+            dtype = torch.complex128 if numbers.is_complex() else torch.float64
+            found[name] = (
+                f"{numbers.sum(dtype=dtype).item()} {torch.linalg.vector_norm(numbers.to(dtype)).item()}"
+            )
         return found
 
 

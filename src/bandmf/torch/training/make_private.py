@@ -73,8 +73,9 @@ def make_private(
     iterated. `physical_batch_size` bounds how many examples are in memory at once: `optimizer.step()` then
     adds up, and only the call for the last piece of a batch updates the weights. `clipping` is "auto"
     (book-keeping, and Opacus's hooks where a layer cannot be described), "bookkeeping", "hooks" or "functorch".
-    The loss is the mean (`loss_reduction`) over examples of losses that depend on one example each, which the first
-    batches check unless `self_test=False`. `scheduler` returns as
+    `criterion` returns as `private.criterion`, which averages within each example first. `self_test` lets the loader
+    begin with a few rehearsals, on which `optimizer.step()` takes no step: they find losses and models by which
+    examples depend on each other. `scheduler` returns as
     `private.scheduler`, which counts logical steps. `run_folder` keeps key, ledger and checkpoints;
     `private.resume()` continues from there; `save_every` steps, and at the end, a checkpoint is written by
     itself. A folder that was moved or copied is refused, until `moved` states once what happened: "moved" (the

@@ -70,6 +70,11 @@ class PrivateOptimizer(torch.optim.Optimizer):
         torch's GradScaler gives itself as `grad_scaler`: its scale is taken out before clipping, and never changes, as
         one that follows the gradients would depend on the data.
         """
+        if "grad_scale" in vars(self):
+            raise RuntimeError(
+                "the GradScaler does not give itself to optimizer.step() (that of accelerate and Trainer(fp16=True) "
+                "does not): its scale would follow the data and skip steps; use bf16, or torch.amp.GradScaler itself"
+            )
         result = None
         if closure is not None:
             with torch.enable_grad():

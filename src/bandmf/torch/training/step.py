@@ -110,7 +110,7 @@ class Stepper:
         if piece.first:
             self.sums.clear()
         if piece.first or piece.rehearsal:
-            self.watch.begin()
+            self.watch.begin(by_value=piece.rehearsal is not None)
         self.clipping.clear()
         if piece.rehearsal is None:
             self.clipping.record(len(piece.indices))
