@@ -71,8 +71,8 @@ def plant(place, after):
         publish = checkpoint._publish
         checkpoint._publish = lambda *a: die() if now() else publish(*a)
     elif place == "state":  # in the middle of collecting and writing
-        collect = checkpoint._random_state
-        checkpoint._random_state = lambda: die() if now() else collect()
+        collect = checkpoint.RandomState
+        checkpoint.RandomState = lambda *given: die() if now() else collect(*given)
     elif place == "cleaning":  # named, the old ones not yet removed
         remove = checkpoint.shutil.rmtree
         checkpoint.shutil.rmtree = lambda *a: die() if now() else remove(*a)

@@ -17,10 +17,9 @@ from bandmf.noise import NumpyEngine
 from bandmf.sampling import sampler
 from bandmf.strategies import Identity
 from bandmf.torch import Engine, make_private
-from bandmf.torch.training import fingerprint as fingerprints
-from bandmf.torch.training.fingerprint import fingerprint
+from bandmf.torch.training import sums as sums_of_gradients
 from bandmf.torch.training.make_private import make_clipping
-from bandmf.torch.training.sums import Sums
+from bandmf.torch.training.sums import Sums, fingerprint
 from training import RUN_ID, same_run, simple_plan, small_data, small_model, train, weights
 
 KEY = Key(bytes(range(32)))
@@ -662,7 +661,7 @@ def test_any_change_of_the_sums_changes_their_digest(how, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     words = torch.randint(-(2**31), 2**31, (64,), generator=generator, dtype=torch.int64).to(torch.int32)
     seeds = (3**38, 5**26)
-    monkeypatch.setattr(fingerprints, "CHUNK", 16)
+    monkeypatch.setattr(sums_of_gradients, "CHUNK", 16)
     assert fingerprint(words, seeds) == fingerprint(words.clone(), seeds)
     assert fingerprint(words, seeds) != fingerprint(changed(words, how), seeds)
     assert fingerprint(words, seeds) != fingerprint(words, (3**38, 5**26 + 1))

@@ -110,7 +110,28 @@ def check_finite_numbers() -> None:
             assert not executor.all_finite(values), (dtype, bad)
 
 
+def check_fingerprints() -> None:
+    """By the kernel, by torch operations, and in whole numbers."""
+    import torch
+
+    from bandmf.torch.training.sums import fingerprint
+
+    def weight(number: int) -> int:
+        number = number * 0x9E3779B97F4A7C15 % 2**64
+        number = (number ^ number >> 32) * 0xBF58476D1CE4E5B9 % 2**64
+        return (number ^ number >> 29) | 1
+
+    seeds, dice = (3**38, 2**62 - 1), torch.Generator().manual_seed(0)
+    for size in (1, 2048, 5000):
+        words = torch.randint(-(2**31), 2**31, (size,), generator=dice).to(torch.int32)
+        plain = [word % 2**32 for word in words.tolist()]
+        sums = [sum(word * weight(k + seed) for k, word in enumerate(plain)) % 2**64 for seed in seeds]
+        expected = b"".join(total.to_bytes(8, "little") for total in sums)
+        assert fingerprint(words, seeds, "triton") == fingerprint(words, seeds, "torch") == expected
+
+
 CHECKS = {
+    "fingerprints": check_fingerprints,
     "launches one by one": check_launches_one_by_one,
     "pass over many slots": check_pass_over_many_slots,
     "finite numbers": check_finite_numbers,

@@ -36,6 +36,7 @@ from bandmf import _check
 from bandmf._files import make_private_folder, sync_folder
 from bandmf.torch.noise import sealing
 from bandmf.torch.training import optimizer_state, seal
+from bandmf.torch.training.random_state import RandomState
 from bandmf.torch.training.run_folder import CHECKPOINTS
 from bandmf.torch.training.seal import Seal
 
@@ -71,7 +72,7 @@ def _sealed(private: Private, copy: bool) -> Iterator[dict[str, Any]]:
             "plan": stepper.plan.digest,
             "sampler": (stepper.sampler.provenance,),
             "ledger": stepper.ranks.on_first(lambda: stepper.recorded.proof(stepper.steps_taken)),
-            "random": {str(stepper.ranks.rank): _random_state()},
+            "random": {str(stepper.ranks.rank): RandomState().plain()},
         }
 
 
@@ -105,7 +106,7 @@ def _load_training(private: Private, state: dict[str, Any], settings: bool = Tru
     )
     saved = state["random"].get(str(private.stepper.ranks.rank))
     if saved is not None:  # another number of ranks has no such
-        _set_random_state(saved)
+        RandomState(saved).restore()
 
 
 # --- on the disk --------------------------------------------------------------------------------------
@@ -291,15 +292,3 @@ def _alone_or_together() -> Iterator[bool]:
             yield not (dist.is_available() and dist.is_initialized())
         except CheckpointException as error:  # what went wrong, rather than on which ranks
             raise next(iter(error.failures.values()))[0] from None
-
-
-def _random_state() -> dict[str, Any]:
-    """Torch's generators, which dropout uses."""
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {"cpu": torch.get_rng_state(), "cuda": (devices,)}
-
-
-def _set_random_state(saved: dict[str, Any]) -> None:
-    torch.set_rng_state(saved["cpu"])
-    if saved["cuda"][0]:
-        torch.cuda.set_rng_state_all(saved["cuda"][0])

@@ -1,4 +1,4 @@
-"""The fingerprint as one Triton kernel; its weights are those of fingerprint.py."""
+"""The fingerprint of sums as one Triton kernel; its weights are those of sums.py."""
 
 from __future__ import annotations
 

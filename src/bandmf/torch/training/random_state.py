@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 
 class RandomState:
-    """The generators as they are now, on the CPU and on all GPUs."""
+    """The generators as they are now, or were in a checkpoint: on the CPU and on all GPUs."""
 
-    def __init__(self) -> None:
-        self._cpu = torch.get_rng_state()
-        self._gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    def __init__(self, saved: Mapping[str, Any] | None = None) -> None:
+        if saved is None:
+            devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+            saved = {"cpu": torch.get_rng_state(), "cuda": devices}
+        self._cpu, self._gpus = saved["cpu"], saved["cuda"]
 
     def restore(self) -> None:
         torch.set_rng_state(self._cpu)

@@ -7,6 +7,8 @@ of a float64 sum would show through noise that has none so small.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +18,9 @@ from torch import Tensor
 from bandmf.randomness.key import Key
 from bandmf.sampling import Stream
 from bandmf.torch.noise.shards import local
-from bandmf.torch.training.fingerprint import fingerprint
+
+CHUNK = 1 << 22  # words at a time where there is no fused kernel
+_FIRST, _SECOND = -7046029254386353131, -4658895280553007687  # odd, and mixing all bits
 
 
 class Sums:
@@ -64,3 +68,47 @@ class Sums:
                 words.numpy().view(np.uint8).data if words.is_cpu else fingerprint(words, self._seeds)
             )
         return found.finalize()
+
+
+# --- the digest of sums on a GPU ------------------------------------------------------------------------
+
+
+def fingerprint(words: Tensor, seeds: tuple[int, int], kernels: str | None = None) -> bytes:
+    """128 bits for the ledger to hash once more, in one pass over int32 words where they are.
+
+    Two sums, modulo 2^64, of all words times odd numbers that depend on `seeds`, secret numbers below 2^62, and on the
+    place of the word. Not cryptographic: it tells apart sums that differ by accident, which is all that replays need.
+    """
+    fused = words.is_cuda and find_spec("triton") is not None if kernels is None else kernels == "triton"
+    totals = torch.zeros(2, dtype=torch.int64, device=words.device)
+    if fused:
+        _fused(words, seeds, totals)
+    else:
+        for begin in range(0, len(words), CHUNK):
+            part = words[begin : begin + CHUNK].to(torch.int64) & 0xFFFFFFFF
+            places = torch.arange(begin, begin + len(part), device=words.device)
+            totals += torch.stack([(part * _weights(places + seed)).sum() for seed in seeds])
+    return totals.cpu().numpy().tobytes()
+
+
+def _weights(numbers: Tensor) -> Tensor:
+    """Odd numbers that look random, from numbers that follow each other."""
+    x = numbers * _FIRST
+    x = (x ^ _shifted(x, 32)) * _SECOND
+    return (x ^ _shifted(x, 29)) | 1
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    """Right, with zeros coming in: torch shifts signed numbers."""
+    return (x >> by) & ((1 << (64 - by)) - 1)
+
+
+def _fused(words: Tensor, seeds: tuple[int, int], totals: Tensor) -> None:
+    from bandmf.torch.training import fingerprint_kernel
+
+    kernel, block = fingerprint_kernel.add_words, fingerprint_kernel.BLOCK
+    programs = min(1024, -(-len(words) // block))
+    if programs:
+        stride = programs * block
+        launch: Any = kernel[(programs,)]
+        launch(words, totals, len(words), *seeds, stride, -(-len(words) // stride), block)
