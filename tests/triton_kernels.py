@@ -130,7 +130,32 @@ def check_fingerprints() -> None:
         assert fingerprint(words, seeds, "triton") == fingerprint(words, seeds, "torch") == expected
 
 
+def check_grams_and_totals() -> None:
+    """The fused kernels of clipping; the interpreter's products are right in float32 only."""
+    import torch
+
+    from bandmf.torch.clipping import fused
+    from bandmf.torch.clipping.contributions import Totals
+    from bandmf.torch.clipping.norms import gram
+
+    dice = torch.Generator().manual_seed(0)
+    for examples, places, p, q in ((2, 5, 7, 9), (1, 70, 33, 65)):
+        lefts, rights = ([torch.randn(examples, places, n, generator=dice) for _ in range(2)] for n in (p, q))
+        for found, left, right in zip(fused.gram_numbers(lefts, rights), lefts, rights, strict=True):
+            k, j = gram(left.double()), gram(right.double())
+            sums = [(k * j).sum((1, 2)), k.diagonal(0, 1, 2).sum(1), j.diagonal(0, 1, 2).sum(1)]
+            sums += [k.square().sum((1, 2)), j.square().sum((1, 2))]
+            torch.testing.assert_close(found.double(), torch.stack(sums, 1), rtol=1e-5, atol=0)
+        for inputs, centered in ((None, True), (rights, True), (rights, False)):
+            found = fused.totals(lefts if inputs is None else rights, inputs, 1e-5, centered)
+            for k, one in enumerate(found):
+                given = (lefts if inputs is None else rights)[k].double()
+                expected = Totals(given, None if inputs is None else inputs[k].double(), 1e-5, centered).now()
+                torch.testing.assert_close(one.double(), expected, rtol=1e-5, atol=1e-5)
+
+
 CHECKS = {
+    "grams and totals": check_grams_and_totals,
     "fingerprints": check_fingerprints,
     "launches one by one": check_launches_one_by_one,
     "pass over many slots": check_pass_over_many_slots,

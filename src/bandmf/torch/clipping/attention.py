@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bandmf.torch.clipping.contributions import Contribution, Outer
+from bandmf.torch.clipping.contributions import Outer
 from bandmf.torch.clipping.recording import Layer, Recorder
-from bandmf.torch.clipping.rules import Rule, total
+from bandmf.torch.clipping.rules import Described, Rule, total
 
 _PARTS = ("q", "k", "v")
 
@@ -127,7 +127,7 @@ def _to_add(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
 
 
-def _whole(layer: Any, a: Tensor, g: Tensor) -> dict[str, Contribution]:
+def _whole(layer: Any, a: Tensor, g: Tensor) -> Described:
     bias = {} if layer.in_proj_bias is None else {"in_proj_bias": total(g)}
     return {"in_proj_weight": Outer(g, a), **bias}
 
@@ -135,7 +135,7 @@ def _whole(layer: Any, a: Tensor, g: Tensor) -> dict[str, Contribution]:
 def _part(number: int, width: int) -> Rule:
     """The rule of one of the three projections: of a part of the weight, or of a weight of its own."""
 
-    def rule(layer: Any, a: Tensor, g: Tensor) -> dict[str, Contribution]:
+    def rule(layer: Any, a: Tensor, g: Tensor) -> Described:
         placed = functional.pad(g, (number * width, (2 - number) * width))
         bias = {} if layer.in_proj_bias is None else {"in_proj_bias": total(placed)}
         if layer._qkv_same_embed_dim:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 from bandmf.torch.clipping import attention
-from bandmf.torch.clipping.contributions import Contribution, Pack, join
+from bandmf.torch.clipping.contributions import Contribution, Pack, Totals, join, settle
 from bandmf.torch.clipping.layers import layers_of
 from bandmf.torch.clipping.norms import Terms, squares_apart, total_squares
 from bandmf.torch.clipping.protocol import Clipping, Parameters, clip_factors
@@ -92,7 +92,7 @@ class Bookkeeping:
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 raise used_elsewhere(name)
-        terms: Terms = {}
+        terms: dict[str, list[Contribution | Totals]] = {}
         for entry in self._recorder.peek():
             names = entry.layer.names
             if entry.gradient.shape[entry.layer.batch] != rows:
@@ -105,7 +105,7 @@ class Bookkeeping:
             raise RuntimeError(
                 "no gradients were recorded: call loss.backward() on this batch before optimizer.step()"
             )
-        return _pack({name: join(several) for name, several in sorted(terms.items())})
+        return _pack({name: join(several) for name, several in sorted(settle(terms).items())})
 
     def _factors(
         self, small: list[Pack], terms: Terms, valid: int, scale: float

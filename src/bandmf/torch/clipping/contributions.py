@@ -13,12 +13,15 @@ Norm (norms.py) and sum (here) come from the same tensors, so what an example ad
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 PORTION = 1 << 24  # numbers that are written out at a time, where gradients must be
 
@@ -151,6 +154,40 @@ class Patches:
         return torch.cat([outer.write_out(shape) for _, outer in self.portions()])
 
 
+@dataclass(frozen=True)
+class Totals:
+    """Sums over an example's places: of gradients or, with an input, of gradients times the normalized input.
+
+    They become tensors before anything else is done with them, those of one shape together (`settle`).
+    """
+
+    gradient: Tensor
+    input: Tensor | None = None
+    epsilon: float = 0.0
+    centered: bool = True  # as in LayerNorm; RMSNorm is not
+
+    @property
+    def kind(self) -> Any:
+        """What those have in common that are found together."""
+        return (
+            self.gradient.shape,
+            self.gradient.dtype,
+            self.gradient.device,
+            self.epsilon,
+            self.centered,
+            (None if self.input is None else self.input.dtype),
+        )
+
+    def now(self) -> Tensor:
+        dtype, g = wide(self.gradient.dtype), self.gradient
+        if self.input is None:
+            return g.sum(1, dtype=dtype)
+        x = self.input.to(wide(self.input.dtype))
+        if self.centered:
+            return (g * functional.layer_norm(x, x.shape[-1:], eps=self.epsilon)).sum(1, dtype=dtype)
+        return (g * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.epsilon))).sum(1, dtype=dtype)
+
+
 Contribution = Outer | Rows | Patches | Tensor
 
 
@@ -168,6 +205,39 @@ def unfold(padded: Tensor, layer: nn.Module, outputs: torch.Size) -> Tensor:
 
 def _sizes(value: Any) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def settle(terms: dict[str, list[Contribution | Totals]]) -> dict[str, list[Contribution]]:
+    """All Totals as tensors."""
+    alike: dict[Any, list[Totals]] = {}
+    for term in (term for several in terms.values() for term in several):
+        if isinstance(term, Totals):
+            alike.setdefault(term.kind, []).append(term)
+    found = {id(t): tensor for same in alike.values() for t, tensor in zip(same, _totals(same), strict=True)}
+    return {
+        name: [found[id(term)] if isinstance(term, Totals) else term for term in several]
+        for name, several in terms.items()
+    }
+
+
+def _totals(same: list[Totals]) -> Sequence[Tensor]:
+    first = same[0].gradient
+    if len(same) == 1 or not fuses(first) or first.dtype == torch.float64:
+        return [each.now() for each in same]
+    from bandmf.torch.clipping import fused
+
+    inputs = None if same[0].input is None else [each.input for each in same if each.input is not None]
+    return fused.totals([each.gradient for each in same], inputs, same[0].epsilon, same[0].centered).unbind()
+
+
+def fuses(tensor: Tensor) -> bool:
+    """Whether many layers are served by one Triton kernel."""
+    return tensor.is_cuda and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def join(contributions: list[Contribution]) -> list[Contribution]:

@@ -34,6 +34,7 @@ from bandmf.torch.clipping.contributions import (
     Rows,
     by_gram,
     exact,
+    fuses,
     in_rows,
     product,
     wide,
@@ -132,6 +133,8 @@ def _of_outers(outers: dict[str, Outer]) -> dict[tuple[str, ...], Squares]:
     size = some.examples * some.left.shape[1] ** 2
     at_once = max(1, (PORTION if some.left.is_cuda else IN_CACHE) // size)
     found = {}
+    if len(names) > 1 and fuses(some.left) and some.left.dtype != torch.float64 and some.left.shape[1] > 1:
+        return {tuple(names): _of_fused(list(outers.values()))}
     for begin in range(0, len(names), at_once):
         portion = tuple(names[begin : begin + at_once])
         k = torch.stack([gram(outers[name].left) for name in portion])
@@ -140,16 +143,30 @@ def _of_outers(outers: dict[str, Outer]) -> dict[tuple[str, ...], Squares]:
     return found
 
 
+def _of_fused(outers: list[Outer]) -> Squares:
+    from bandmf.torch.clipping import fused
+
+    numbers = fused.gram_numbers([outer.left for outer in outers], [outer.right for outer in outers])
+    inner, *traces_and_sizes = numbers.unbind(-1)
+    traces, sizes = traces_and_sizes[:2], [square.sqrt() for square in traces_and_sizes[2:]]
+    return _of_numbers(inner, traces, sizes, outers[0])
+
+
 def _of_grams(k: Tensor, q: Tensor, outer: Outer) -> Squares:
-    u = max(_inner_error(outer.left), _inner_error(outer.right))
     traces = [m.diagonal(dim1=-2, dim2=-1).sum(-1) for m in (k, q)]
     sizes = [torch.linalg.vector_norm(m, dim=(-2, -1)) for m in (k, q)]
+    return _of_numbers((k * q).sum((-2, -1)), traces, sizes, outer)
+
+
+def _of_numbers(inner: Tensor, traces: list[Tensor], sizes: list[Tensor], outer: Outer) -> Squares:
+    """From the sum of K * Q and the traces and sizes of both."""
+    u, places = max(_inner_error(outer.left), _inner_error(outer.right)), outer.left.shape[1]
     across = (traces[0] * sizes[1], sizes[0] * traces[1])
     # Numbers too small for their dtype are zero in one matrix, however large those of the other.
-    lost = torch.finfo(k.dtype).tiny * k.shape[-1] * (traces[0] + traces[1])
-    norm = (k * q).sum((-2, -1)).clamp(min=0) + u * (across[0] + across[1]) + lost
+    lost = torch.finfo(inner.dtype).tiny * places * (traces[0] + traces[1])
+    norm = inner.clamp(min=0) + u * (across[0] + across[1]) + lost
     rounded = across[0] if outer.scales_left else across[1]
-    own, added = _own_roundoff(outer.left), _product_error(outer.left, k.shape[-1])
+    own, added = _own_roundoff(outer.left), _product_error(outer.left, places)
     return Squares(norm, 2 * (own**2 * rounded + added**2 * torch.maximum(*across)))
 
 

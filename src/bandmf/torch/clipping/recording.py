@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from bandmf.torch.clipping.contributions import Contribution
 from bandmf.torch.clipping.fallback import Call
-from bandmf.torch.clipping.rules import Rule, convolution, embedding, linear, transposed_linear
+from bandmf.torch.clipping.rules import Described, Rule, convolution, embedding, linear, transposed_linear
 
 # Where autocast lowers the precision of the input; recorded in that precision, it takes half the memory.
 _LOWERED = (linear, transposed_linear, convolution)
@@ -53,7 +52,7 @@ class Entry:
     gradient: Tensor
     found: dict[str, Tensor] | None = None
 
-    def contributions(self) -> dict[str, Contribution]:
+    def contributions(self) -> Described:
         if self.found is not None:
             return dict(self.found)
         assert self.rule is not None

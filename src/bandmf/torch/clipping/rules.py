@@ -29,9 +29,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bandmf.torch.clipping.contributions import Contribution, Outer, Patches, Rows, wide
+from bandmf.torch.clipping.contributions import Contribution, Outer, Patches, Rows, Totals, wide
 
-Rule = Callable[[Any, Tensor, Tensor], dict[str, Contribution]]
+Described = dict[str, Contribution | Totals]
+Rule = Callable[[Any, Tensor, Tensor], Described]
 
 _RULES: dict[type[nn.Module], Rule] = {}
 _SMALL = 1 << 20  # numbers; gradients of convolutions that are no more are written out for the sum too
@@ -60,29 +61,29 @@ def rule_for(layer: nn.Module) -> Rule | None:
     return None
 
 
-def total(per_place: Tensor) -> Tensor:
+def total(per_place: Tensor) -> Tensor | Totals:
     """(examples, ..., features) added up over everything in between, in float32 or better."""
     if per_place.ndim == 2:
         return per_place.to(wide(per_place.dtype))
-    return per_place.sum(tuple(range(1, per_place.ndim - 1)), dtype=wide(per_place.dtype))
+    return Totals(per_place if per_place.ndim == 3 else per_place.flatten(1, -2))
 
 
-def _bias(layer: nn.Module, gradients: Tensor) -> dict[str, Contribution]:
+def _bias(layer: nn.Module, gradients: Tensor | Totals) -> Described:
     return {} if getattr(layer, "bias", None) is None else {"bias": gradients}
 
 
 @rule(nn.Linear)
-def linear(layer: Any, a: Tensor, g: Tensor) -> dict[str, Contribution]:
+def linear(layer: Any, a: Tensor, g: Tensor) -> Described:
     return {"weight": Outer(g, a), **_bias(layer, total(g))}
 
 
-def transposed_linear(layer: Any, a: Tensor, g: Tensor) -> dict[str, Contribution]:
+def transposed_linear(layer: Any, a: Tensor, g: Tensor) -> Described:
     """transformers' Conv1D, whose weight is (in, out)."""
     return {"weight": Outer(a, g), **_bias(layer, total(g))}
 
 
 @rule(nn.Embedding)
-def embedding(layer: Any, a: Tensor, g: Tensor) -> dict[str, Contribution]:
+def embedding(layer: Any, a: Tensor, g: Tensor) -> Described:
     g = g.reshape(len(a), -1, g.shape[-1])
     indices = a.reshape(len(a), -1)
     if layer.padding_idx is not None:
@@ -91,7 +92,7 @@ def embedding(layer: Any, a: Tensor, g: Tensor) -> dict[str, Contribution]:
 
 
 @rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
-def convolution(layer: Any, a: Tensor, g: Tensor) -> dict[str, Contribution]:
+def convolution(layer: Any, a: Tensor, g: Tensor) -> Described:
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     patches = Patches(functional.pad(a, layer._reversed_padding_repeated_twice, mode=mode), g, layer)
     shape = layer.weight.shape
@@ -114,7 +115,10 @@ def grouped(patches: Patches, shape: torch.Size) -> Tensor:
 
 
 @rule(nn.LayerNorm)
-def layer_norm(layer: Any, a: Tensor, g: Tensor) -> dict[str, Contribution]:
+def layer_norm(layer: Any, a: Tensor, g: Tensor) -> Described:
+    if len(layer.normalized_shape) == 1 and a.ndim > 2:
+        a, g = a.flatten(1, -2), g.flatten(1, -2)
+        return {"weight": Totals(g, a, layer.eps), **_bias(layer, Totals(g))}
     normal = functional.layer_norm(a, layer.normalized_shape, eps=layer.eps)
     inner = len(layer.normalized_shape)
 
@@ -126,8 +130,10 @@ def layer_norm(layer: Any, a: Tensor, g: Tensor) -> dict[str, Contribution]:
 
 
 @rule(nn.RMSNorm)
-def rms_norm(layer: Any, a: Tensor, g: Tensor) -> dict[str, Contribution]:
+def rms_norm(layer: Any, a: Tensor, g: Tensor) -> Described:
     """Torch's, and those of transformers: weight * normal or (1 + weight) * normal."""
+    if layer.weight.ndim == 1 and a.ndim > 2:
+        return {"weight": Totals(g.flatten(1, -2), a.flatten(1, -2), _epsilon(layer, a), centered=False)}
     x = a.to(wide(a.dtype))
     inner = tuple(range(x.ndim - layer.weight.ndim, x.ndim))
     normal = x * torch.rsqrt(x.square().mean(inner, keepdim=True) + _epsilon(layer, a))
@@ -152,18 +158,18 @@ def _is_rms_norm(layer: nn.Module) -> bool:
 
 
 @rule(nn.GroupNorm)
-def group_norm(layer: Any, a: Tensor, g: Tensor) -> dict[str, Contribution]:
+def group_norm(layer: Any, a: Tensor, g: Tensor) -> Described:
     normal = functional.group_norm(a, layer.num_groups, eps=layer.eps)
     return _by_channel(layer, normal, g)
 
 
 @rule(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-def instance_norm(layer: Any, a: Tensor, g: Tensor) -> dict[str, Contribution]:
+def instance_norm(layer: Any, a: Tensor, g: Tensor) -> Described:
     """Without running statistics, which are refused elsewhere."""
     return _by_channel(layer, functional.instance_norm(a, eps=layer.eps), g)
 
 
-def _by_channel(layer: nn.Module, normal: Tensor, g: Tensor) -> dict[str, Contribution]:
+def _by_channel(layer: nn.Module, normal: Tensor, g: Tensor) -> Described:
     dtype = wide(g.dtype)
     weight = (g * normal).flatten(2).sum(2, dtype=dtype) if g.ndim > 2 else (g * normal).to(dtype)
     bias = g.flatten(2).sum(2, dtype=dtype) if g.ndim > 2 else g.to(dtype)

@@ -9,14 +9,14 @@ BLOCK = 2048
 
 
 @triton.jit
-def weights(numbers):  # type: ignore[no-untyped-def]
+def weights(numbers):
     x = numbers * 0x9E3779B97F4A7C15
     x = (x ^ (x >> 32)) * 0xBF58476D1CE4E5B9
     return (x ^ (x >> 29)) | 1
 
 
 @triton.jit
-def add_words(words, totals, size, seed0, seed1, stride, rounds, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def add_words(words, totals, size, seed0, seed1, stride, rounds, block: tl.constexpr):
     first = tl.zeros((block,), tl.uint64)
     second = tl.zeros((block,), tl.uint64)
     places = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block).to(tl.int64)
