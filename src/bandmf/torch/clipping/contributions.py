@@ -62,7 +62,8 @@ class Outer:
         _add_product(total.view(left.shape[2], -1), left.flatten(0, 1), right.flatten(0, 1), scale)
 
     def write_out(self, shape: torch.Size) -> Tensor:
-        return product(self.left.mT, self.right).view(-1, *shape)
+        dtype = wide(self.left.dtype)
+        return (self.left.to(dtype).mT @ self.right.to(dtype)).view(-1, *shape)
 
 
 @dataclass(frozen=True)
