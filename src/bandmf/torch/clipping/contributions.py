@@ -206,7 +206,7 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 def _thin(left: Tensor, right: Tensor) -> bool:
     """Where the CPU adds one by one, and 10^4 equal numbers lose the fourth digit: long sums for few results."""
-    return left.is_cpu and min(left.shape[-2], right.shape[-1]) <= 16 and left.shape[-1] > 64
+    return left.is_cpu and min(left.shape[-2], right.shape[-1]) < 16 and left.shape[-1] > 64
 
 
 def in_rows(gradients: Tensor) -> Tensor:

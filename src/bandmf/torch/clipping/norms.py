@@ -36,6 +36,8 @@ from bandmf.torch.clipping.contributions import (
     wide,
 )
 
+_FEW = 256  # squares that may be added one by one
+
 
 @dataclass(frozen=True)
 class Squares:
@@ -223,8 +225,9 @@ def size(gradients: Tensor) -> Tensor:
     rows, dtype = in_rows(gradients), wide(gradients.dtype)
     if rows.is_cuda:
         return torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
-    parts = [part.to(dtype).square().sum(1) for part in rows.split(PORTION // 16, 1)]
-    return torch.stack(parts).sum(0).sqrt()
+    whole = rows.shape[1] - rows.shape[1] % _FEW
+    few = torch.linalg.vector_norm(rows[:, :whole].unflatten(1, (-1, _FEW)), dim=2, dtype=dtype)
+    return (few.square().sum(1) + rows[:, whole:].to(dtype).square().sum(1)).sqrt()
 
 
 # --- relative errors ------------------------------------------------------------------------------------
