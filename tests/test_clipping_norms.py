@@ -30,7 +30,7 @@ ROUNDING = 1e-6
 
 
 def assert_right(seen, most=NOTHING_CANCELS):
-    assert seen.gradient < most, seen
+    assert seen.gradient < min(most, 1e-4), seen
     assert seen.above < most, seen
     assert seen.total < most, seen
     assert seen.below < ROUNDING, seen
@@ -255,8 +255,8 @@ def test_random_models_are_clipped_as_one_example_at_a_time(case):
 @settings(max_examples=4000)
 @given(composed())
 def test_many_random_models_are_clipped_as_one_example_at_a_time(case):
-    """Among so many there are some that cancel a little: equal tokens, attention; float32 has fewer digits there."""
-    assert_right(errors(case), most=1e-4)
+    """Among so many there are some that cancel, as equal tokens do: their norms are over-estimated, never below."""
+    assert_right(errors(case), most=0.01)
 
 
 # --- where sums cancel ----------------------------------------------------------------------------------
