@@ -29,10 +29,10 @@ NOTHING_CANCELS = 1e-5
 ROUNDING = 1e-6
 
 
-def assert_right(seen):
-    assert seen.gradient < NOTHING_CANCELS, seen
-    assert seen.above < NOTHING_CANCELS, seen
-    assert seen.total < NOTHING_CANCELS, seen
+def assert_right(seen, most=NOTHING_CANCELS):
+    assert seen.gradient < min(most, 1e-4), seen
+    assert seen.above < most, seen
+    assert seen.total < most, seen
     assert seen.below < ROUNDING, seen
 
 
@@ -214,13 +214,13 @@ PIECES = {
 
 
 class Composed(nn.Module):
-    """Tokens, pieces with or without a way around them, and an output layer, tied or not; pieces may return."""
+    """Tokens, pieces with a way around them, and an output layer, tied or not; pieces may come again."""
 
-    def __init__(self, pieces, order, around, tied, padded):
+    def __init__(self, pieces, order, tied, padded):
         super().__init__()
         self.embed = nn.Embedding(11, WIDTH, padding_idx=0 if padded else None)
         self.pieces = nn.ModuleList(PIECES[name]() for name in pieces)
-        self.order, self.around = order, around
+        self.order = order
         self.norm, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 11, bias=False)
         if tied:
             self.out.weight = self.embed.weight
@@ -228,8 +228,9 @@ class Composed(nn.Module):
     def forward(self, x):
         x = self.embed(x)
         for number in self.order:
-            added = self.pieces[number](x).tanh()
-            x = x + added if self.around else added
+            x = (
+                x + self.pieces[number](x).tanh()
+            )  # a way around, or norms in a row leave nothing but rounding
         return self.out(self.norm(x))
 
 
@@ -238,10 +239,8 @@ def composed(draw):
     pieces = draw(st.lists(st.sampled_from(sorted(PIECES)), min_size=1, max_size=4))
     again = draw(st.lists(st.integers(0, len(pieces) - 1), max_size=2))
     torch.manual_seed(draw(st.integers(0, 10**6)))
-    # Without a way around them, norms that follow each other leave gradients that cancel.
-    model = shaken(
-        Composed(pieces, [*range(len(pieces)), *again], True, draw(st.booleans()), draw(st.booleans()))
-    )
+    order = [*range(len(pieces)), *again]
+    model = shaken(Composed(pieces, order, draw(st.booleans()), draw(st.booleans())))
     times = draw(st.integers(2, 9))
     return Case(model, (torch.randint(0, 11, (draw(st.integers(1, 4)), times)),))
 
@@ -250,6 +249,14 @@ def composed(draw):
 @given(composed())
 def test_random_models_are_clipped_as_one_example_at_a_time(case):
     assert_right(errors(case))
+
+
+@pytest.mark.long
+@settings(max_examples=4000)
+@given(composed())
+def test_many_random_models_are_clipped_as_one_example_at_a_time(case):
+    """Among so many there are some that cancel, as equal tokens do: their norms are over-estimated, never below."""
+    assert_right(errors(case), most=0.01)
 
 
 # --- where sums cancel ----------------------------------------------------------------------------------

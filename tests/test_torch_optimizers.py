@@ -49,7 +49,8 @@ def test_the_phantom_step_of_torch_is_what_this_is_about():
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     plain, planted = open_run("Adam"), open_run("Adam")
-    get_state_dict(planted.model, planted.optimizer.original)
+    with planted.optimizer.permitted():
+        get_state_dict(planted.model, planted.optimizer.original)
     assert not torch.equal(weights(train(plain).model), weights(train(planted).model))
 
 

@@ -401,6 +401,51 @@ def test_a_moving_average_works_and_is_not_recorded(kind, when, mode):
     assert all(p.grad is not None for p in inner.parameters())  # an ordinary model
 
 
+def test_torchs_transformer_layers_are_trained_in_evaluation_mode_too():
+    expected = outcome(WithAttention(), vectors(), "bookkeeping").total
+    found = outcome(WithAttention().eval(), vectors(), "bookkeeping")
+    assert found.refused is None, found.refused
+    torch.testing.assert_close(found.total, expected, rtol=1e-5, atol=1e-6)
+
+
+class BareParameter(nn.Module):
+    """A parameter of the model itself, which no layer describes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(6, 4))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+def test_auto_hands_a_model_that_it_cannot_describe_to_hooks_and_says_why():
+    linear = nn.Linear(6, 4, bias=False)
+    with torch.no_grad():
+        linear.weight.copy_(BareParameter().weight.T)
+    expected = outcome(linear, vectors(), "bookkeeping").total.view(4, 6).T.flatten()
+    reason = (
+        r"clipping='auto': Opacus's hooks clip this model, since model: 'weight' is a parameter of the model"
+    )
+    with pytest.warns(UserWarning, match=reason):
+        found = outcome(BareParameter(), vectors(), "auto")
+    assert found.refused is None, found.refused
+    torch.testing.assert_close(found.total, expected, rtol=1e-5, atol=1e-6)
+    assert "put it into a module of its own" in outcome(BareParameter(), vectors(), "bookkeeping").refused
+
+
+def test_auto_is_bookkeeping_where_that_can_describe_the_model(recwarn):
+    same(small_net(), plain, mode="auto")
+    assert not [warning for warning in recwarn if "clipping" in str(warning.message)]
+
+
+@pytest.mark.parametrize("mode", ["auto", "bookkeeping"])
+def test_a_failed_self_test_is_not_handed_to_another_mode(mode):
+    found = outcome(small_net(), vectors(), mode, summed)
+    assert "loss_reduction='sum'" in found.refused
+
+
 def test_a_teacher_in_the_same_loop_is_not_recorded():
     teacher = small_net()
 

@@ -179,7 +179,7 @@ def without_slack(monkeypatch):
 
 def without_the_bound_of_rounding(monkeypatch):
     monkeypatch.setattr(norms, "_inner_error", lambda vectors: 0.0)
-    monkeypatch.setattr(norms, "_entry_error", lambda vectors: 0.0)
+    monkeypatch.setattr(norms, "_sum_error", lambda vectors: 0.0)
 
 
 def by_one_part_in_a_million(monkeypatch):

@@ -57,9 +57,7 @@ class Outer:
     def add_to(self, total: Tensor, factors: Tensor, scale: float) -> None:
         """Add scale times the sum over the examples of factor times gradient."""
         left, right = self.left, self.right
-        if (
-            left.dtype == torch.float16
-        ):  # small factors would leave its range, and be rounded by up to 100 percent
+        if left.dtype == torch.float16:  # small factors would leave its range
             left, right = left.float(), right.float()
         if self.scales_left:
             left = _times(left, factors)
@@ -74,8 +72,9 @@ class Outer:
         return self.left.shape[2] <= self.right.shape[2]
 
     def write_out(self, shape: torch.Size) -> Tensor:
+        dtype = wide(self.left.dtype)
         with exact():
-            return product(self.left.mT, self.right).view(-1, *shape)
+            return (self.left.to(dtype).mT @ self.right.to(dtype)).view(-1, *shape)
 
 
 @dataclass(frozen=True)
@@ -326,7 +325,7 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 def _thin(left: Tensor, right: Tensor) -> bool:
     """Where the CPU adds one by one, and 10^4 equal numbers lose the fourth digit: long sums for few results."""
-    return left.is_cpu and min(left.shape[-2], right.shape[-1]) <= 16 and left.shape[-1] > 64
+    return left.is_cpu and min(left.shape[-2], right.shape[-1]) < 16 and left.shape[-1] > 64
 
 
 def in_rows(gradients: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ from bandmf.torch.clipping.contributions import (
 )
 
 IN_CACHE = 1 << 17  # numbers that a CPU has at hand
+_FEW = 256  # squares that may be added one by one
 
 
 @dataclass(frozen=True)
@@ -228,13 +229,22 @@ def _of_mixture(terms: list[Contribution]) -> Squares:
     examples = len(terms[0]) if isinstance(terms[0], Tensor) else terms[0].examples
     for number in range(examples):
         one = slice(number, number + 1)
-        whole = sum(t[one] if isinstance(t, Tensor) else t.of(one).write_out(shape) for t in terms)
+        whole = sum(t[one] if isinstance(t, Tensor) else _written(t.of(one), shape) for t in terms)
         norms.append(size(whole))  # type: ignore[arg-type]
     norm = torch.cat(norms)
     slack = sum((_of_terms([term]).slack for term in terms), torch.zeros_like(norm))
     # What cancels, within the terms or between them, leaves the rounding errors of what was added up.
     error = sum((_written_error(term) for term in terms), torch.zeros_like(norm))
     return Squares((norm * (1 + 8 * 2.0**-24) + error).square(), slack)
+
+
+def _written(term: Outer | Rows | Patches, shape: torch.Size) -> Tensor:
+    """The gradient itself, as exactly as it is added to the sum."""
+    return (
+        product(term.left.mT, term.right).view(-1, *shape)
+        if isinstance(term, Outer)
+        else term.write_out(shape)
+    )
 
 
 def _written_error(term: Contribution) -> Tensor:
@@ -264,8 +274,9 @@ def size(gradients: Tensor) -> Tensor:
     rows, dtype = in_rows(gradients), wide(gradients.dtype)
     if rows.is_cuda:
         return torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
-    parts = [part.to(dtype).square().sum(1) for part in rows.split(PORTION // 16, 1)]
-    return torch.stack(parts).sum(0).sqrt()
+    whole = rows.shape[1] - rows.shape[1] % _FEW
+    few = torch.linalg.vector_norm(rows[:, :whole].unflatten(1, (-1, _FEW)), dim=2, dtype=dtype)
+    return (few.square().sum(1) + rows[:, whole:].to(dtype).square().sum(1)).sqrt()
 
 
 # --- relative errors ------------------------------------------------------------------------------------
