@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ from bandmf.torch.clipping.norms import Terms, squares_apart, total_squares
 from bandmf.torch.clipping.protocol import Clipping, Parameters, clip_factors
 from bandmf.torch.clipping.recording import Recorder
 from bandmf.torch.clipping.refusals import UnsupportedError, late_backward, used_elsewhere, wrong_rows
+
+_LARGE = 1 << 18  # numbers
 
 
 class Bookkeeping:
@@ -156,11 +159,12 @@ class Bookkeeping:
 
 
 def _pack(terms: Terms) -> tuple[list[Pack], Terms]:
-    alike: dict[torch.device, dict[str, Tensor]] = {}
+    alike: dict[Any, dict[str, Tensor]] = {}
     rest: Terms = {}
     for name, several in terms.items():
         if len(several) == 1 and isinstance(several[0], Tensor):
-            alike.setdefault(several[0].device, {})[name] = several[0]
+            alone = name if several[0].numel() > _LARGE else ""  # to copy it would cost more than it saves
+            alike.setdefault((several[0].device, alone), {})[name] = several[0]
         else:
             rest[name] = several
     return [Pack.of(gradients) for gradients in alike.values()], rest

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 PORTION = 1 << 24  # numbers that are written out at a time, where gradients must be
+IN_CACHE = 1 << 20  # the same where they pass through the cache of a CPU
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -132,7 +133,7 @@ class Patches:
         """Some examples at a time, since patches take several times the memory of the input."""
         positions = self.gradient[0, 0].numel()
         patch = self.layer.weight[0].numel()
-        at_once = max(1, PORTION // max(1, positions * patch))
+        at_once = max(1, (PORTION if self.input.is_cuda else IN_CACHE) // max(1, positions * patch))
         for begin in range(0, self.examples, at_once):
             part = slice(begin, begin + at_once)
             yield part, self.of(part).outer()
@@ -274,7 +275,8 @@ class Pack:
     @staticmethod
     def of(gradients: dict[str, Tensor]) -> Pack:
         flat = [in_rows(gradient) for gradient in gradients.values()]
-        return Pack(tuple(gradients), tuple(each.shape[1] for each in flat), torch.cat(flat, 1))
+        together = torch.cat(flat, 1) if len(flat) > 1 else flat[0]
+        return Pack(tuple(gradients), tuple(each.shape[1] for each in flat), together)
 
     def keep(self, examples: Tensor) -> Pack:
         return replace(self, flat=self.flat[examples.to(self.flat.device)])
@@ -305,6 +307,9 @@ def by_gram(outer: Outer) -> bool:
 def exact() -> Iterator[None]:
     """Float32 products without TF32: for what is added up over many places, where its error would count."""
     before = torch.get_float32_matmul_precision()
+    if before == "highest" and not (torch.backends.cudnn.allow_tf32 and torch.cuda.is_available()):
+        yield
+        return
     torch.set_float32_matmul_precision("highest")
     try:
         with torch.backends.cudnn.flags(allow_tf32=False):

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from bandmf.torch.clipping.contributions import (
+    IN_CACHE,
     PORTION,
     Contribution,
     Outer,
@@ -40,7 +41,6 @@ from bandmf.torch.clipping.contributions import (
     wide,
 )
 
-IN_CACHE = 1 << 17  # numbers that a CPU has at hand
 _FEW = 256  # squares that may be added one by one
 
 

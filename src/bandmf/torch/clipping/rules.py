@@ -35,7 +35,7 @@ Described = dict[str, Contribution | Totals]
 Rule = Callable[[Any, Tensor, Tensor], Described]
 
 _RULES: dict[type[nn.Module], Rule] = {}
-_SMALL = 1 << 20  # numbers; gradients of convolutions that are no more are written out for the sum too
+_SMALL = 1 << 22  # numbers; gradients of convolutions that are no more are written out for the sum too
 
 
 def rule(*kinds: type[nn.Module]) -> Callable[[Rule], Rule]:

@@ -17,6 +17,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    TensorDataset,
     default_collate,
 )
 
@@ -99,6 +100,8 @@ class Loader:
 
     def _from_map(self, begin: int, end: int) -> Iterator[Any]:
         """By torch's DataLoader. Batches are pure functions of the step, so workers may load ahead of the run."""
+        if type(self.dataset) is TensorDataset and self._plain:
+            return self._from_tensors(self.dataset.tensors, begin, end)
         return iter(
             DataLoader(
                 self.dataset,
@@ -108,6 +111,20 @@ class Loader:
                 **self._options,
             )
         )
+
+    @property
+    def _plain(self) -> bool:
+        """Whether batches are made as torch makes them, in this process."""
+        usual = {None, 0, default_collate}
+        return all(value in usual for value in self._options.values())
+
+    def _from_tensors(
+        self, tensors: tuple[torch.Tensor, ...], begin: int, end: int
+    ) -> Iterator[list[torch.Tensor]]:
+        """What torch's DataLoader would give, at once and not example by example."""
+        for piece in self.pieces(begin, end):
+            indices = torch.tensor(piece.indices)
+            yield [tensor[indices.to(tensor.device)] for tensor in tensors]
 
     def _from_stream(self, begin: int, end: int) -> Iterator[Any]:
         """One pass over the stream collects the examples of one turn of all parts, and ends when it has them."""
