@@ -67,9 +67,13 @@ class Work:
     def losses(self, scores: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return language_model(scores, x) if self.setting.text else classification(scores, y)
 
-    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        x, y = self.setting.data(self.setting.batch)
+    def data(self, examples: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """On the device, so that loading costs no kind anything."""
+        x, y = self.setting.data(examples)
         return x.to(self.device), y.to(self.device)
+
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.data(self.setting.batch)
 
     def public(self) -> Callable[[], None]:
         model, optimizer = self.fresh()
@@ -86,14 +90,14 @@ class Work:
         """A whole private step: loading, clipping, the ledger, noise of so many bands, and the optimizer."""
         model, optimizer = self.fresh()
         plan = self.plan()
-        data = torch.utils.data.TensorDataset(*self.setting.data(plan.examples))
+        data = torch.utils.data.TensorDataset(*self.data(plan.examples))
         private = make_private(
             model, optimizer, data, plan, clip_norm=CLIP_NORM, clipping=clipping, self_test=False
         )
         batches = (batch for _ in range(STEPS) for batch in private.loader)
 
         def step() -> None:
-            x, y = (tensor.to(self.device) for tensor in next(batches))
+            x, y = next(batches)
             private.optimizer.zero_grad()
             self.losses(self.scores(model, x), x, y).mean().backward()
             private.optimizer.step()

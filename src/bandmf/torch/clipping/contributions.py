@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-PORTION = 1 << 24  # numbers that are written out at a time, where gradients must be
+PORTION = 1 << 26  # numbers that are written out at a time, where gradients must be
 IN_CACHE = 1 << 20  # the same where they pass through the cache of a CPU
 
 
@@ -57,6 +57,10 @@ class Outer:
 
     def add_to(self, total: Tensor, factors: Tensor, scale: float) -> None:
         """Add scale times the sum over the examples of factor times gradient."""
+        total = total.view(self.left.shape[2], -1)
+        if not by_gram(self):
+            self._add_exactly(total, factors, scale)
+            return
         left, right = self.left, self.right
         if left.dtype == torch.float16:  # small factors would leave its range
             left, right = left.float(), right.float()
@@ -64,8 +68,19 @@ class Outer:
             left = _times(left, factors)
         else:
             right = _times(right, factors)
-        with contextlib.nullcontext() if by_gram(self) else exact():
-            _add_product(total.view(left.shape[2], -1), left.flatten(0, 1), right.flatten(0, 1), scale)
+        _add_product(total, left.flatten(0, 1), right.flatten(0, 1), scale)
+
+    def _add_exactly(self, total: Tensor, factors: Tensor, scale: float) -> None:
+        """For sums over many places, whose rounding errors cannot be bounded well: they are made small instead."""
+        left = _times(self.left.to(wide(self.left.dtype)), factors).flatten(0, 1)
+        right = self.right.flatten(0, 1)
+        with exact():
+            if right.dtype == torch.bfloat16 and right.is_cuda:  # in two parts, both for the fast units
+                high = left.to(right.dtype)
+                _add_product(total, high, right, scale)
+                _add_product(total, (left - high).to(right.dtype), right, scale)
+            else:
+                _add_product(total, left, right.to(left.dtype), scale)
 
     @property
     def scales_left(self) -> bool:
@@ -75,6 +90,8 @@ class Outer:
     def write_out(self, shape: torch.Size) -> Tensor:
         dtype = wide(self.left.dtype)
         with exact():
+            if self.left.is_cuda:
+                return product(self.left.mT, self.right).view(-1, *shape)
             return (self.left.to(dtype).mT @ self.right.to(dtype)).view(-1, *shape)
 
 
@@ -139,6 +156,10 @@ class Patches:
             yield part, self.of(part).outer()
 
     def add_to(self, total: Tensor, factors: Tensor, scale: float) -> None:
+        if total.is_cuda:  # where patches take less time than a convolution without TF32
+            for part, outer in self.portions():
+                outer.add_to(total, factors[part], scale)
+            return
         gradient = self.gradient.to(total.dtype) * (scale * factors.to(total.dtype)).view(
             -1, *[1] * (self.gradient.ndim - 1)
         )

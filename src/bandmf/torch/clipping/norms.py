@@ -116,7 +116,7 @@ def _of_terms(terms: list[Contribution]) -> Squares:
     if isinstance(term, Rows):
         return _of_rows(term)
     if isinstance(term, Patches):
-        portions = [_of_matrix(outer) for _, outer in term.portions()]
+        portions = [_of_terms([outer]) for _, outer in term.portions()]
         return Squares(torch.cat([p.norm for p in portions]), torch.cat([p.slack for p in portions]))
     if by_gram(term):
         return _of_grams(gram(term.left), gram(term.right), term)
@@ -183,7 +183,10 @@ def _of_matrix(outer: Outer) -> Squares:
     # Entries are sums over t, with errors that add up to no more than so much of |left| |right|.
     most, error = size(outer.left) * size(outer.right), _sum_error(outer.left)
     norm = (torch.cat(norms) + error * most).square()
-    return Squares(norm, ((_own_roundoff(outer.left) + error) * most).square())
+    own = (
+        torch.finfo(wide(outer.left.dtype)).eps + _own_roundoff(outer.left) ** 2
+    )  # in two parts, or in float32
+    return Squares(norm, ((own + error) * most).square())
 
 
 def _of_rows(rows: Rows) -> Squares:
