@@ -42,7 +42,7 @@ def open_run(name, folder=None, sharded=False, schedule=lambda optimizer: None, 
             fully_shard(layer)
     optimizer = OPTIMIZERS[name](model.parameters())
     options = {"clip_norm": 0.5, "criterion": nn.CrossEntropyLoss(), "key": Key(bytes(32)), **options}
-    clipping = "ghost" if sharded else "hooks"
+    clipping = "bookkeeping" if sharded else "hooks"
     with same_run():
         return make_private(
             model, optimizer, small_data(), PLAN, run_folder=folder, clipping=clipping,

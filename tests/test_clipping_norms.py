@@ -69,7 +69,7 @@ def test_per_layer_every_parameter_is_clipped_to_its_share():
 
 def test_large_convolutions_are_clipped_in_portions(monkeypatch):
     monkeypatch.setattr(rules, "_SMALL", 0)
-    monkeypatch.setattr(contributions, "PORTION", 1500)
+    monkeypatch.setattr(contributions, "IN_CACHE", 1500)
     torch.manual_seed(0)
     case = CASES["conv2d, same and dilated"]()
     case.model.layer = nn.Conv2d(4, 40, 5, padding="same", dilation=2)

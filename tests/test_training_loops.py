@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from bandmf.torch import make_private
 from bandmf.torch.losses import classification
 from one_at_a_time import MODES
 from private_loops import (
@@ -19,6 +21,7 @@ from private_loops import (
     outcome,
     plain,
     private_of,
+    run_plan,
     small_net,
     trained_weights,
     vectors,
@@ -458,3 +461,46 @@ def test_a_teacher_in_the_same_loop_is_not_recorded():
         private.optimizer.step()
 
     same(small_net(), loop)
+
+
+class Shifted(nn.Module):
+    """A layer of two inputs, called by their names in another order."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, x, shift):
+        return x * self.weight + 3 * shift
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.head = Shifted(), nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.head(self.scale(shift=x.sin(), x=x))
+
+
+def test_a_layer_with_a_rule_may_be_called_by_the_names_of_its_inputs(monkeypatch):
+    from bandmf.torch.clipping import rules
+
+    monkeypatch.setitem(rules._RULES, Shifted, lambda layer, a, g: {"weight": a * g})
+    torch.manual_seed(0)
+    model = Named()
+    by_rule = outcome(model, vectors(), "bookkeeping")
+    assert by_rule.refused is None
+    monkeypatch.undo()
+    torch.testing.assert_close(by_rule.total, outcome(model, vectors(), "bookkeeping").total)
+
+
+def test_an_optimizer_serves_one_run_at_a_time():
+    model = small_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    make = partial(make_private, model, optimizer, vectors(), run_plan(len(vectors())), clip_norm=1.0)
+    first = make()
+    with pytest.raises(ValueError, match=r"optimizer: belongs to another private run; call close\(\)"):
+        make()
+    first.close()
+    make()

@@ -51,7 +51,7 @@ def forked(action):
 
 def attacks(folder):
     found = {}
-    for kind, clipping in (("ddp", "hooks"), ("fsdp", "ghost")):
+    for kind, clipping in (("ddp", "hooks"), ("fsdp", "bookkeeping")):
         original, copy = folder / kind, folder / f"{kind}-copy"
         private = train(make(kind, clipping, original), 6)
         private.save()

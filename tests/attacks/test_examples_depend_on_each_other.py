@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from one_at_a_time import MODES
-from private_loops import Rows, outcome, plain, private_of, small_net, vectors
+from private_loops import Rows, outcome, plain, private_of, small_net, vectors, with_one_replaced
 
 
 def assert_refused(model, sentence, mode, loop=plain, data=None, **options):
@@ -342,3 +342,39 @@ def test_rehearsals_take_no_step_and_are_counted():
     assert expected > 0
     assert taken == [0] * expected + [1]
     assert private.loader.rehearsals == 0
+
+
+class OverTheBatch(nn.Module):
+    """A mean over the batch, by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = small_net()
+
+    def forward(self, x):
+        return self.net(x - x.mean(0))
+
+
+@pytest.mark.parametrize("mode", ["bookkeeping", "hooks", "functorch"])
+@pytest.mark.parametrize("spoiled", [0, 3, None])
+def test_examples_that_depend_on_each_other_are_found_beside_one_that_is_not_finite(mode, spoiled):
+    """A NaN among the rehearsed examples must not make the comparison pass."""
+    data = vectors()
+    if spoiled is not None:
+        data = with_one_replaced(data, (torch.full((6,), float("nan")), data[spoiled][1]), spoiled)
+    refused = outcome(OverTheBatch(), data, mode).refused
+    assert refused is not None
+    assert "depend on each other" in refused
+
+
+def train(private):
+    for batch in private.loader:
+        plain(private, batch)
+
+
+def test_a_self_test_that_could_compare_nothing_says_so():
+    nothing = Rows([(torch.full((6,), float("nan")), torch.tensor(k % 4)) for k in range(8)])
+    private = private_of(small_net(), nothing)
+    with pytest.warns(UserWarning, match="nothing was compared"):
+        train(private)
+    assert "nothing has checked" in private.explain()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 IGNORED = -100  # torch's and transformers' label of what is not scored
@@ -74,7 +74,7 @@ class ExampleCriterion:
         if rows is None:
             return self._criterion(*arguments, **named)
         losses = self._losses(rows, *arguments, **named)
-        return losses.mean() if self._mean else losses.sum()
+        return mean_or_sum(losses, self._mean)
 
     def _losses(self, rows: int, *arguments: Any, **named: Any) -> Tensor:
         losses = self._single(*arguments, **named)
@@ -99,6 +99,3 @@ class ExampleCriterion:
 def mean_or_sum(losses: Tensor, mean: bool) -> Tensor:
     """What `backward` is called on, for a loop whose loss is a mean or a sum over the examples."""
     return losses.mean() if mean else losses.sum()
-
-
-Criterion = nn.Module | Callable[..., Tensor]

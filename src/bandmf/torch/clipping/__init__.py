@@ -13,21 +13,21 @@ from bandmf.torch.clipping.bookkeeping import Bookkeeping
 from bandmf.torch.clipping.contributions import Outer, Rows
 from bandmf.torch.clipping.protocol import Clipping, Parameters
 from bandmf.torch.clipping.refusals import UnsupportedError, refuse_mixing, refuse_shared_memory, suspects
-from bandmf.torch.clipping.rules import rule
+from bandmf.torch.clipping.rules import rule, total
 
-__all__ = ["Bookkeeping", "Clipping", "Outer", "Parameters", "Rows", "make_clipping", "rule"]
+__all__ = ["Bookkeeping", "Clipping", "Outer", "Parameters", "Rows", "make_clipping", "rule", "total"]
 
-MODES = ("auto", "bookkeeping", "hooks", "functorch", "ghost")
+MODES = ("auto", "bookkeeping", "hooks", "functorch")
 
 
 def make_clipping(
     mode: str, model: nn.Module, parameters: Parameters, clip_norm: float, per_layer: bool
 ) -> Clipping:
     """The clipping for a mode. "auto" is book-keeping, and Opacus's hooks where a layer cannot be described."""
-    _check.choice("clipping", mode, MODES)
     if mode == "ghost":
         warn("clipping='ghost'", "clipping='bookkeeping'")
         mode = "bookkeeping"
+    _check.choice("clipping", mode, MODES)
     sharded = any(isinstance(parameter, DTensor) for parameter in parameters.values())
     if sharded and mode in ("hooks", "functorch"):
         raise _check.fail(

@@ -80,7 +80,8 @@ class Bookkeeping:
         bound = total_squares(small, terms).bound()
         chosen = torch.zeros_like(bound)
         chosen[number] = 1
-        self._add(sums, small, terms, dict.fromkeys(self._parameters, chosen), chosen >= 0, scale)
+        # That example alone: what others have, be it NaN, must not come in.
+        self._add(sums, small, terms, dict.fromkeys(self._parameters, chosen), chosen > 0, scale)
         return scale * bound[number]
 
     def _terms(self, rows: int) -> tuple[list[Pack], Terms]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-PORTION = 1 << 26  # numbers that are written out at a time, where gradients must be
+PORTION = 1 << 25  # numbers that are written out at a time, where gradients must be
 IN_CACHE = 1 << 20  # the same where they pass through the cache of a CPU
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 TILE, DEPTH = 64, 64  # places and features that a program has at hand
 COLUMNS = 128
-LONGEST_ROW = 16384
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from bandmf.torch.clipping.contributions import wide
 from bandmf.torch.clipping.norms import roundoff, size
 from bandmf.torch.clipping.protocol import Clipping, Parameters, clip_factors
-from bandmf.torch.clipping.refusals import used_elsewhere, wrong_rows
+from bandmf.torch.clipping.refusals import UnsupportedError, used_elsewhere, wrong_rows
 
 # True of every first layer, and harmless: its inputs are data.
 warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients are computed")
@@ -170,8 +170,16 @@ class Hooks(GradSampleHooks):
         rule = ft_compute_per_sample_gradient
         if not self.force_functorch:
             rule = self.GRAD_SAMPLERS.get(type(module), rule)
-        for parameter, sample in rule(module, activations, backprops).items():
-            _keep(parameter, sample, module.max_batch_len)
+        try:
+            samples = rule(module, activations, backprops)
+        except Exception as error:
+            raise UnsupportedError(
+                f"clipping: Opacus's hooks cannot give the gradients of single examples of {type(module).__name__} "
+                f"({type(error).__name__}: {error}); freeze it, or register a rule with bandmf.torch.clipping.rule and "
+                "use clipping='bookkeeping'"
+            ) from error
+        for parameter, sample in samples.items():
+            _store(parameter, sample, module.max_batch_len)
         for _, parameter in trainable_parameters(module):
             parameter._forward_counter -= 1
             if parameter._forward_counter == 0:
@@ -180,7 +188,7 @@ class Hooks(GradSampleHooks):
             del module.max_batch_len
 
 
-def _keep(parameter: Any, sample: Tensor, rows: int) -> None:
+def _store(parameter: Any, sample: Tensor, rows: int) -> None:
     if not parameter.requires_grad:
         return
     if len(sample) != rows:  # packed sequences: rows are missing

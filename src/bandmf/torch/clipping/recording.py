@@ -10,8 +10,10 @@ twice. A copy of the model (of an exponential moving average, say) carries the h
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,6 +37,11 @@ class Layer:
     batch: int  # the dimension that counts the examples
     rule: Rule | None = None  # None: by torch.func
     hooked: bool = True  # attention is not: it records its projections itself
+
+    @cached_property
+    def input_name(self) -> str:
+        """Of the first argument of its `forward`."""
+        return next(iter(inspect.signature(self.module.forward).parameters))
 
     def parameters(self) -> list[nn.Parameter]:
         """Those at hand now: FSDP2 exchanges them."""
@@ -128,15 +135,15 @@ class Recorder:
 
     def _adapt(self, layer: Layer, args: Any, kwargs: Any) -> Any:
         """The input in the precision of autocast, and position numbers once for each example."""
-        if not args:  # the input is given by its name
-            args, kwargs = tuple(kwargs.values()), {}
-        first = args[0]
+        first = _input(layer, args, kwargs)
         if layer.rule is embedding:
-            if first.ndim > 1 and len(first) == 1 and self.rows != 1:
-                first = first.expand(self.rows, *first.shape[1:])
+            if first.ndim > 1 and len(first) == 1:
+                first = first.expand(self.rows or 1, *first.shape[1:])
         elif layer.rule in _LOWERED and torch.is_autocast_enabled(first.device.type):
             first = first.to(torch.get_autocast_dtype(first.device.type))
-        return (first, *args[1:]), kwargs
+        if args:
+            return (first, *args[1:]), kwargs
+        return args, {**kwargs, layer.input_name: first}
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         layer = self.layer_of(module)
@@ -147,7 +154,7 @@ class Recorder:
         if output is None:  # the layer failed, or checkpointing has seen enough
             return None
         if layer.rule is not None and isinstance(output, Tensor):
-            return self.note(layer, layer.rule, args[0], output)
+            return self.note(layer, layer.rule, _input(layer, args, kwargs), output)
         return self._note_unit(layer, args, kwargs, output)
 
     def note(self, layer: Layer, rule: Rule, given: Tensor, output: Tensor) -> Tensor:
@@ -186,6 +193,11 @@ class Recorder:
                 self.rows = rows
 
         return receive
+
+
+def _input(layer: Layer, args: Any, kwargs: Any) -> Tensor:
+    """What a rule is told of: the first argument, by place or by name."""
+    return args[0] if args else kwargs[layer.input_name]
 
 
 class _Note(torch.autograd.Function):

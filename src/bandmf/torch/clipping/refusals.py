@@ -69,7 +69,7 @@ def wrong_rows(name: str, found: int, rows: int) -> RuntimeError:
     return RuntimeError(
         f"{name!r} has gradients for {found} examples where the batch has {rows}: every input of the layer must "
         "have the batch as its first dimension (position_ids of a transformer too), and the collate function "
-        "must keep one row for each example"
+        "must keep one row for each example; if you cannot change that, freeze the layer"
     )
 
 

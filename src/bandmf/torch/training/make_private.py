@@ -137,11 +137,18 @@ class Private:
         self.model, self.loader, self.plan, self.stepper = model, loader, stepper.plan, stepper
         self.optimizer = PrivateOptimizer(optimizer, stepper)
         self.scheduler = None if scheduler is None else PrivateScheduler(scheduler, stepper)
-        self.criterion = None
+        self._criterion = None
         if criterion is not None:
-            self.criterion = ExampleCriterion(criterion, lambda: stepper.rows, stepper.mean_loss)
+            self._criterion = ExampleCriterion(criterion, lambda: stepper.rows, stepper.mean_loss)
         self.folder, self.run_id = folder, opened.run_id
         self._inherited_steps = opened.inherited_steps
+
+    @property
+    def criterion(self) -> ExampleCriterion:
+        """The criterion that was given, averaging within each example first."""
+        if self._criterion is None:
+            raise ValueError("criterion=None: give make_private a criterion to have private.criterion")
+        return self._criterion
 
     @property
     def steps_taken(self) -> int:
@@ -184,13 +191,13 @@ class Private:
 
     def explain(self) -> str:
         """How this run clips and whether that is tested, and the plan."""
-        test = (
-            "on the first batches" if self.stepper.self_test is not None else "switched off: nothing checks"
-        )
-        what = "that an example has the same gradient alone and in a batch"
-        return (
-            f"Clipping: {self.stepper.clipping.explain()}.\nSelf-test {test} {what}.\n{self.plan.explain()}"
-        )
+        test, what = self.stepper.self_test, "that an example has the same gradient alone as in a batch"
+        tested = f"The self-test is off: nothing checks {what}."
+        if test is not None:
+            tested = f"The first batches test {what}."
+            if test.passed and not test.compared:
+                tested = f"The first batches had no finite gradients: nothing has checked {what}."
+        return f"Clipping: {self.stepper.clipping.explain()}.\n{tested}\n{self.plan.explain()}"
 
     def non_finite_examples(self) -> int:
         """How often an example had a gradient that is not finite, and counted nothing, on this rank.
@@ -233,7 +240,7 @@ class Private:
     def close(self) -> None:
         """Take the hooks off model and optimizer, and let go of the ledger."""
         self.stepper.clipping.remove()
-        self.optimizer.release()
+        self.optimizer.close()
         if self.stepper.ledger is not None:
             self.stepper.ledger.close()
 
@@ -254,6 +261,16 @@ def _protected(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
         )
     if not named:
         raise ValueError("model: has no trainable parameters")
+    if odd := [name for name, p in named.items() if p.is_complex()]:
+        raise ValueError(f"model: {odd[0]!r} is complex; only real parameters can be trained, freeze it")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "optimizer: LBFGS evaluates a batch several times; use one that takes a step for a batch"
+        )
+    if isinstance(optimizer, PrivateOptimizer) or PrivateOptimizer.guards(optimizer):
+        raise ValueError(
+            "optimizer: belongs to another private run; call close() of that run, or make a new one"
+        )
     return named
 
 

@@ -39,6 +39,12 @@ class PrivateOptimizer(torch.optim.Optimizer):
             raise AttributeError(name)
         return getattr(self.original, name)
 
+    @staticmethod
+    def guards(original: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer is already in a private run."""
+        hooks = original._optimizer_step_pre_hooks.values()
+        return any(getattr(hook, "__func__", None) is PrivateOptimizer._refuse_foreign for hook in hooks)
+
     @contextmanager
     def permitted(self) -> Iterator[None]:
         """Where the original optimizer may step: here, with private gradients, and nowhere else."""
@@ -55,7 +61,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 "call private.optimizer.step()"
             )
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Let the original optimizer go, as it was."""
         self._guard.remove()
 

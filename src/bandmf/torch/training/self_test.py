@@ -1,6 +1,6 @@
 """The self-test of the first batches: an example alone must have the gradient that it has in a batch.
 
-Before the first step the loader gives a few rehearsals: two examples alone, with autograd doing everything, then the
+Before the first step the loader gives a few rehearsals: two examples alone, with autograd doing everything, and the
 same two among others, recorded as in training. If the gradients differ, something escapes clipping: a parameter used
 outside its layer, examples that depend on each other, a loss averaged over all tokens, a wrong `loss_reduction`.
 Nothing of a rehearsal is released, and random numbers are put back afterwards. The first rehearsal shows whether the
@@ -11,6 +11,7 @@ Gradients are compared by sketches, their products with a few random signs, sinc
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,11 @@ TOGETHER = 4  # examples of the batch that the two are compared in
 REHEARSALS = 4
 # Relative differences that rounding explains: of a parameter's gradient, and of a parameter to the whole.
 _FULL, _HALF = (2e-2, 1e-4), (0.2, 2e-2)
+
+_DEPENDS = (
+    "self-test: an example whose gradient is finite alone has one that is not finite in a batch, so the examples of a "
+    "batch depend on each other (a norm over the batch, in-batch negatives, padding that counts)"
+)
 
 Sketch = dict[str, Tensor]
 
@@ -51,6 +57,9 @@ class SelfTest:
     def __init__(self, model: nn.Module, stepper: Stepper) -> None:
         self._model, self._stepper = model, stepper
         self.passed = False
+        self.compared = 0  # how many examples were finite, and compared
+        self._together: dict[int, Sketch] = {}
+        self._rows = 0
         self._alone: dict[int, Sketch] = {}
         self._drew = False
         self._exchanged = False  # another way of clipping has taken over
@@ -69,15 +78,15 @@ class SelfTest:
     def rehearsals(self, count: int) -> Iterator[Rehearsal]:
         """The batches to go through; each must be observed before the next."""
         together = Rehearsal(tuple(range(count)))
-        series = [Rehearsal((0,)), Rehearsal((0,)), Rehearsal((1,)), together] if count > 1 else []
         kept, modes = RandomState(), [(module, module.training) for module in self._model.modules()]
         try:
-            for number, rehearsal in enumerate(series):
-                yield rehearsal
-                if number == 0 and any(self._stepper.ranks.gather(self._drew)):
+            if count > 1:
+                yield Rehearsal((0,))
+                if any(self._stepper.ranks.gather(self._drew)):
                     self._silence()
-                if self._exchanged:
-                    yield rehearsal
+                yield Rehearsal((0,))
+                yield together
+                yield together if self._exchanged else Rehearsal((1,))
         finally:
             for handle in self._handles + self._silent:
                 handle.remove()
@@ -85,6 +94,12 @@ class SelfTest:
                 module.training = training
             kept.restore()
         self.passed = True
+        if count > 1 and not self.compared:
+            warnings.warn(
+                "self-test: the gradients of the rehearsed examples are not finite, so nothing was compared; look for "
+                "an overflow in the loss",
+                stacklevel=4,
+            )
 
     def _silence(self) -> None:
         """Evaluation mode, even for loops that call model.train() for every batch."""
@@ -132,18 +147,27 @@ class SelfTest:
         if rehearsal.alone:
             self._finish_alone(rehearsal.members[0], scale)
         else:
-            self._compare_or_exchange(rehearsal, scale)
+            self._finish_together(rehearsal, scale)
+        self._compare()
         self._stepper.clipping.clear()
 
-    def _compare_or_exchange(self, rehearsal: Rehearsal, scale: float) -> None:
-        stepper = self._stepper
+    def _finish_together(self, rehearsal: Rehearsal, scale: float) -> None:
+        stepper, self._rows = self._stepper, len(rehearsal.members)
+        self._tolerance = _HALF if self._halved() else _FULL
         try:
-            self._compare(rehearsal, scale)
+            for number in (0, 1):
+                stepper.sums.clear()
+                stepper.clipping.add_example(stepper.sums.views, self._rows, number, scale)
+                self._together[number] = {
+                    name: sketch(name, total) for name, total in stepper.sums.views.items()
+                }
         except UnsupportedError as reason:
             if stepper.clipping.otherwise is None:
                 raise
+            self._together = {}
             stepper.clipping.remove()
             stepper.clipping, self._exchanged = stepper.clipping.otherwise(reason), True
+        stepper.sums.clear()
 
     def _finish_alone(self, number: int, scale: float) -> None:
         found = self._alone[number]
@@ -155,29 +179,27 @@ class SelfTest:
             raise RuntimeError("no gradients: call loss.backward() on every batch before optimizer.step()")
         self._alone[number] = {name: scale * each for name, each in found.items()}
 
-    @torch.no_grad()
-    def _compare(self, rehearsal: Rehearsal, scale: float) -> None:
-        stepper, rows = self._stepper, len(rehearsal.members)
+    def _compare(self) -> None:
+        """Those that were seen both alone and together; on all ranks at the same moment."""
         problem = None
-        for number, alone in self._alone.items():
-            stepper.sums.clear()
-            stepper.clipping.add_example(stepper.sums.views, rows, number, scale)
-            together = {name: sketch(name, total) for name, total in stepper.sums.views.items()}
-            problem = problem or difference(alone, together, rows, self._tolerance(alone))
-        stepper.sums.clear()
+        for number in self._alone.keys() & self._together.keys():
+            alone = self._alone[number]
+            if all(bool(each.isfinite().all()) for each in alone.values()):
+                self.compared += 1
+                problem = problem or difference(alone, self._together[number], self._rows, self._tolerance)
         if problem and self._drew and self._silent:
             problem = (
                 "self-test: random numbers are drawn in evaluation mode too, so an example alone cannot be compared "
                 "with itself in a batch; draw them in the data set, or only while model.training, or make sure of "
                 "the loss by hand and give make_private self_test=False"
             )
-        for found in stepper.ranks.gather(problem):
+        for found in self._stepper.ranks.gather(problem):
             if found is not None:
                 raise RuntimeError(found)
 
-    def _tolerance(self, alone: Sketch) -> tuple[float, float]:
-        half = torch.get_float32_matmul_precision() != "highest" or self._stepper.clipping.half_precision
-        return _HALF if half else _FULL
+    def _halved(self) -> bool:
+        """Whether products have less than the precision of float32."""
+        return torch.get_float32_matmul_precision() != "highest" or self._stepper.clipping.half_precision
 
 
 def sketch(name: str, gradient: Tensor) -> Tensor:
@@ -200,6 +222,8 @@ def difference(alone: Sketch, together: Sketch, rows: int, tolerance: tuple[floa
     names = list(together)
     a = torch.stack([alone.get(name, zero) for name in names])
     b = torch.stack([together[name] for name in names])
+    if not bool(b.isfinite().all()):
+        return _DEPENDS
     whole = a.norm()
 
     def differs(a: Tensor, b: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ class Stepper:
         """The physical batch that was drawn and not yet stepped on."""
         if self._piece is None:
             raise RuntimeError(
-                "optimizer.step() without a batch: draw batches from private.loader, and call step once for each"
+                "there is no batch: draw batches from private.loader, and call private.optimizer.step() once for each"
             )
         return self._piece
 
