@@ -47,6 +47,8 @@ class Work:
 
     def __init__(self, setting: Setting, device: str, precision: str) -> None:
         self.setting, self.device, self.precision = setting, device, precision
+        self.noise_bytes = 0
+        self.private: Any = None
 
     def fresh(self, for_opacus: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
@@ -156,6 +158,15 @@ class Work:
         return step
 
 
+KINDS: dict[str, Callable[[Work], Callable[[], None]]] = {
+    "not private": Work.public,
+    "bandmf": Work.bandmf,
+    "bandmf hooks": lambda work: work.bandmf("hooks"),
+    "opacus ghost": Work.opacus_ghost,
+    "opacus hooks": Work.opacus_hooks,
+}
+
+
 def measure(work: Work, kinds: list[str], steps: int) -> list[dict[str, Any]]:
     """Median time of a step, and peak memory, of each kind; what fails says why."""
     made: dict[str, Kind] = {}
@@ -163,8 +174,7 @@ def measure(work: Work, kinds: list[str], steps: int) -> list[dict[str, Any]]:
     for name in kinds:
         before = allocated(work.device)
         try:
-            step = {"not private": work.public, "bandmf": work.bandmf, "hooks": work.opacus_hooks,
-                    "ghost": work.opacus_ghost, "bandmf, hooks": lambda: work.bandmf("hooks")}[name]()  # fmt: skip
+            step = KINDS[name](work)
             for _ in range(3):
                 step()
             noise = work.noise_bytes if name.startswith("bandmf") else 0
@@ -217,7 +227,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--models", nargs="*", help=", ".join(MODELS))
     parser.add_argument("--precisions", nargs="*", help="fp32, tf32, bf16")
-    parser.add_argument("--kinds", nargs="*", default=["not private", "bandmf", "ghost", "hooks"])
+    usual = ["bandmf", "opacus ghost", "opacus hooks"]
+    parser.add_argument("--kinds", nargs="*", default=usual, choices=list(KINDS), help="beside: not private")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
@@ -227,10 +238,13 @@ def main() -> None:
     for name in names:
         for precision in precisions:
             torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-            rows += measure(Work(MODELS[name], arguments.device, precision), arguments.kinds, arguments.steps)
+            kinds = list(dict.fromkeys(["not private", *arguments.kinds]))
+            rows += measure(Work(MODELS[name], arguments.device, precision), kinds, arguments.steps)
             gc.collect()
             if arguments.device == "cuda":
                 torch.cuda.empty_cache()
+    if arguments.device != "cuda":  # torch counts memory on GPUs only
+        rows = [{k: v for k, v in row.items() if k not in ("peak GB", "memory")} for row in rows]
     show(f"A training step, {arguments.device}", rows, ("torch",), arguments.json)
 
 

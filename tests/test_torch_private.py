@@ -498,7 +498,7 @@ def test_a_step_needs_a_batch_of_the_loader_and_takes_it_once():
         private.optimizer.step()
     backward(private, next(iter(private.loader)))
     private.optimizer.step()
-    with pytest.raises(RuntimeError, match="step\(\) once for each"):
+    with pytest.raises(RuntimeError, match=r"step\(\) once for each"):
         private.optimizer.step()
 
 

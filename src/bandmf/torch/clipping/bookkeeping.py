@@ -104,12 +104,22 @@ class Bookkeeping:
                 raise wrong_rows(name, entry.gradient.shape[entry.layer.batch], rows)
             for own, contribution in entry.contributions().items():
                 if own in names:  # the rest is frozen
+                    self._check_shape(names[own], contribution, rows)
                     terms.setdefault(names[own], []).append(contribution)
         if not terms:
             raise RuntimeError(
                 "no gradients were recorded: call loss.backward() on this batch before optimizer.step()"
             )
         return _pack({name: join(several) for name, several in sorted(settle(terms).items())})
+
+    def _check_shape(self, name: str, contribution: Contribution | Totals, rows: int) -> None:
+        """For rules of the user's own."""
+        expected = (rows, *self._parameters[name].shape)
+        if isinstance(contribution, Tensor) and contribution.numel() != math.prod(expected):
+            raise ValueError(
+                f"rule: gave gradients of shape {tuple(contribution.shape)} for {name!r}; they must be {expected}: add "
+                "up over an example's places with bandmf.torch.clipping.total"
+            )
 
     def _factors(
         self, small: list[Pack], terms: Terms, valid: int, scale: float
