@@ -378,3 +378,76 @@ def test_a_self_test_that_could_compare_nothing_says_so():
     with pytest.warns(UserWarning, match="nothing was compared"):
         train(private)
     assert "nothing has checked" in private.explain()
+
+
+class OverTheBatchInTraining(nn.Module):
+    """Statistics of the batch in training mode alone, behind dropout."""
+
+    def __init__(self, drop):
+        super().__init__()
+        self.net, self.drop = small_net(), drop
+
+    def forward(self, x):
+        if self.training:
+            x = x - x.mean(0)
+        return self.net(self.drop(x))
+
+
+class Functional(nn.Module):
+    def forward(self, x):
+        return functional.dropout(x, 0.1, self.training)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("drop", [nn.Dropout(0.1), Functional()])
+def test_dropout_does_not_hide_statistics_of_the_batch(mode, drop):
+    assert_refused(OverTheBatchInTraining(drop), "depend on each other", mode)
+
+
+class Deviation(nn.Module):
+    """Torch's deviation of a batch of one is not a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = small_net()
+
+    def forward(self, x):
+        return self.net((x - x.mean(0)) / (x.std(0) + 1e-3))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_deviation_over_the_batch_is_refused_though_it_is_not_finite_alone(mode):
+    assert_refused(Deviation(), "depend on each other", mode)
+
+
+class Masked(nn.Module):
+    """A layer without a rule that is given a table which belongs to no example."""
+
+    def __init__(self, places):
+        super().__init__()
+        self.weight, self.places = nn.Parameter(torch.ones(places)), places
+
+    def forward(self, x, table):
+        return (x * self.weight) @ table
+
+
+class WithTable(nn.Module):
+    def __init__(self, places=6):
+        super().__init__()
+        torch.manual_seed(0)
+        self.mask, self.head = Masked(places), nn.Linear(places, 4)
+        self.table = torch.randn(places, places)
+
+    def forward(self, x):
+        return self.head(self.mask(x, self.table))
+
+
+@pytest.mark.parametrize("rows", [5, 6, 7])
+def test_a_table_as_long_as_the_batch_by_chance_is_not_cut(rows):
+    """One example more or less changes the sum by its own gradient alone."""
+    data = vectors(8)
+    model = WithTable()
+    found = outcome(model, Rows([data[k] for k in range(rows)]), "bookkeeping")
+    fewer = outcome(model, Rows([data[k] for k in range(rows - 1)]), "bookkeeping")
+    assert found.refused is None
+    assert float((found.total - fewer.total).norm()) <= 1 + 1e-5

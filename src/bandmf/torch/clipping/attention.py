@@ -29,6 +29,11 @@ def describes(module: nn.Module) -> bool:
     return plain and module.bias_k is None
 
 
+def plain(module: nn.MultiheadAttention) -> Any:
+    """Torch's own `forward`."""
+    return nn.MultiheadAttention.forward.__get__(module)
+
+
 class Attention:
     """Takes the place of `module.forward` while the run lasts; where nothing is recorded, it is torch's own."""
 
@@ -37,7 +42,10 @@ class Attention:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         twin = memo.get(id(self.module)) or copy.deepcopy(self.module, memo)
-        return nn.MultiheadAttention.forward.__get__(twin)  # a copy of the model is an ordinary one
+        return plain(twin)  # a copy of the model is an ordinary one
+
+    def __reduce__(self) -> Any:
+        return plain, (self.module,)
 
     def __call__(
         self,

@@ -19,14 +19,16 @@ if TYPE_CHECKING:
 class Call:
     """One call of a layer: what is needed to make it again, an example at a time.
 
-    Of its inputs, tensors whose first dimension counts the examples are cut; everything else is shared.
+    Of its inputs, tensors whose first dimension counts the examples are cut; everything else is shared. Which are, is
+    told apart once for each layer (`seen`): a mask that is as long as a batch by chance must not be cut just then.
     """
 
-    def __init__(self, layer: Layer, args: Any, kwargs: Any, rows: int) -> None:
+    def __init__(self, layer: Layer, args: Any, kwargs: Any, rows: int, seen: dict[Any, bool]) -> None:
         self.layer, self._rows = layer, rows
         self._leaves, self._shape = pytree.tree_flatten((args, kwargs))
         self._places = [n for n, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
         self.tensors = [self._leaves[n].detach() for n in self._places]
+        self._cut = [self._is_cut(place, seen) for place in self._places]
         for place in self._places:
             self._leaves[place] = None  # saved by autograd, which may free or recompute it
         device = self.tensors[0].device.type if self.tensors else "cpu"
@@ -34,10 +36,21 @@ class Call:
             device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device),
         )  # fmt: skip
 
+    def _is_cut(self, place: int, seen: dict[Any, bool]) -> bool:
+        tensor, batch = self._leaves[place], self.layer.batch
+        now = tensor.ndim > batch and tensor.shape[batch] == self._rows
+        before = seen.setdefault((len(self._leaves), place), now)
+        if before and not now:
+            raise UnsupportedError(
+                f"{self.layer.path!r}: an input of shape {tuple(tensor.shape)} had a row for each example before, and "
+                f"not now, with {self._rows} of them; register a rule for this layer"
+            )
+        return before
+
     def gradients(self, saved: tuple[Tensor, ...], gradient: Tensor, number: int) -> dict[str, Tensor]:
         """(examples, *shape) for each parameter of the layer, from the gradient of one of its outputs."""
         batch, module = self.layer.batch, self.layer.module
-        cut = [t.ndim > batch and t.shape[batch] == self._rows for t in saved]
+        cut = self._cut
         if not any(cut):  # a part of the output is no example, even if there are as many
             raise UnsupportedError(
                 f"{self.layer.path!r} is given nothing that has one row for each example; weight_norm and other "

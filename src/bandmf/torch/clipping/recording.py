@@ -80,7 +80,8 @@ class Recorder:
         self.failure: Exception | None = None
         self.late = False  # whether a backward pass went through an earlier batch
         self._batch = 0
-        self._handles = []
+        self._seen: dict[Layer, dict[Any, bool]] = {}
+        self._handles: list[Any] = []
         for module in self._layers:
             before = module.register_forward_pre_hook(self._before, with_kwargs=True)
             # First of all hooks: FSDP2's would take the parameters away.
@@ -106,6 +107,13 @@ class Recorder:
 
     def peek(self) -> list[Entry]:
         return self._entries
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
+        """A copy of the model carries hooks, and nothing that was recorded."""
+        return Recorder([])
+
+    def __reduce__(self) -> Any:
+        return Recorder, ([],)
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -169,7 +177,7 @@ class Recorder:
         return _Note.apply(_anchor(), receive, True, output, given.detach())
 
     def _note_unit(self, layer: Layer, args: Any, kwargs: Any, output: Any) -> Any:
-        call = Call(layer, args, kwargs, self.rows or 0)
+        call = Call(layer, args, kwargs, self.rows or 0, self._seen.setdefault(layer, {}))
         leaves, shape = pytree.tree_flatten(output)
         for number, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():

@@ -16,8 +16,9 @@ class Watch:
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = list(model.named_parameters())
-        # The dictionaries themselves, as a buffer may be exchanged for another tensor.
-        self._buffers = [(path, module._buffers) for path, module in model.named_modules() if module._buffers]
+        self._model, self._modules = model, [id(module) for module in model.modules()]
+        # The dictionaries themselves, as a buffer may come later or be exchanged for another tensor.
+        self._buffers = [(path, module._buffers) for path, module in model.named_modules()]
         self._before: dict[str, tuple[int, int]] = {}
         self._suspects = suspects(model)
         self._values: dict[str, str] | None = None
@@ -29,6 +30,10 @@ class Watch:
 
     def check(self) -> None:
         """Fail if anything has changed since `begin`, or mixes examples by now."""
+        if [id(module) for module in self._model.modules()] != self._modules:
+            raise RuntimeError(
+                "model: its modules are others than at the start of the run; make it whole before make_private"
+            )
         changed = [name for name, state in self._state().items() if self._before.get(name) != state]
         if self._values is not None:
             changed += [name for name, value in self._sketches().items() if self._values.get(name) != value]

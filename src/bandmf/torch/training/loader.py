@@ -45,6 +45,7 @@ class Loader:
     ) -> None:
         self._stepper, self._options = stepper, dict(options or {})
         self.dataset = dataset
+        self._passes = 0  # how many were begun; the last alone may go on
         self.physical_batch_size = physical_batch_size
         if physical_batch_size is not None:
             self.physical_batch_size = _check.whole("physical_batch_size", physical_batch_size)
@@ -64,6 +65,17 @@ class Loader:
         return 0 if over else REHEARSALS
 
     def __iter__(self) -> Iterator[Any]:
+        self._passes += 1
+        mine = self._passes
+        for data in self._one_pass():
+            yield data
+            if self._passes != mine:
+                raise RuntimeError(
+                    "another pass over private.loader began inside of this one, and has taken its batches; use one at "
+                    "a time"
+                )
+
+    def _one_pass(self) -> Iterator[Any]:
         stepper = self._stepper
         stepper.abandon()
         end = min(stepper.plan.steps, (stepper.steps_taken // self.epoch_steps + 1) * self.epoch_steps)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from bandmf import _check
 from bandmf.torch.training.step import Stepper
 
 # Its newer way tells an optimizer the scale but gives no hold on how it changes.
@@ -120,7 +121,12 @@ def _fix_scale(scaler: Any, optimizer: PrivateOptimizer) -> float:
     """The scale of a GradScaler, which from now on stays: no overflow is reported, no growth is due."""
     scaler.set_growth_interval(_FOREVER)
     scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {"none": torch.zeros(())}
-    return float(scaler.get_scale())
+    scale = float(scaler.get_scale())
+    if not scale >= 1:
+        raise _check.fail(
+            "GradScaler's scale", scale, "must be at least 1: squares of small gradients would vanish"
+        )
+    return scale
 
 
 class PrivateScheduler:

@@ -4,7 +4,8 @@ Before the first step the loader gives a few rehearsals: two examples alone, wit
 same two among others, recorded as in training. If the gradients differ, something escapes clipping: a parameter used
 outside its layer, examples that depend on each other, a loss averaged over all tokens, a wrong `loss_reduction`.
 Nothing of a rehearsal is released, and random numbers are put back afterwards. The first rehearsal shows whether the
-model draws random numbers (dropout); if so, the others are in evaluation mode, whatever the loop says.
+model draws random numbers; if so, torch's dropout functions let everything through in the others. If random numbers
+are drawn even then, the rest is in evaluation mode, whatever the loop says.
 
 Gradients are compared by sketches, their products with a few random signs, since two of them may not fit in memory.
 """
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from bandmf.torch.clipping.refusals import UnsupportedError, used_elsewhere
 from bandmf.torch.noise.shards import local
@@ -28,13 +30,14 @@ if TYPE_CHECKING:
 
 SKETCHES = 8
 TOGETHER = 4  # examples of the batch that the two are compared in
-REHEARSALS = 4
+REHEARSALS = 5
 # Relative differences that rounding explains: of a parameter's gradient, and of a parameter to the whole.
 _FULL, _HALF = (2e-2, 1e-4), (0.2, 2e-2)
 
 _DEPENDS = (
-    "self-test: an example whose gradient is finite alone has one that is not finite in a batch, so the examples of a "
-    "batch depend on each other (a norm over the batch, in-batch negatives, padding that counts)"
+    "self-test: the gradient of an example is finite alone and not in a batch, or the other way around, so the "
+    "examples of a batch depend on each other (a norm or a deviation over the batch, in-batch negatives, padding that "
+    "counts)"
 )
 
 Sketch = dict[str, Tensor]
@@ -64,6 +67,7 @@ class SelfTest:
         self._drew = False
         self._exchanged = False  # another way of clipping has taken over
         self._handles: list[Any] = []
+        self._quiet: Quiet | None = None
         self._silent: list[Any] = []  # hooks that keep the model in evaluation mode
         self._before: RandomState | None = None
 
@@ -82,7 +86,10 @@ class SelfTest:
         try:
             if count > 1:
                 yield Rehearsal((0,))
-                if any(self._stepper.ranks.gather(self._drew)):
+                if self._anyone_drew():
+                    self._quiet = Quiet()
+                yield Rehearsal((0,))
+                if self._anyone_drew():
                     self._silence()
                 yield Rehearsal((0,))
                 yield together
@@ -90,6 +97,8 @@ class SelfTest:
         finally:
             for handle in self._handles + self._silent:
                 handle.remove()
+            if self._quiet is not None:
+                self._quiet.end()
             for module, training in modes:
                 module.training = training
             kept.restore()
@@ -100,6 +109,9 @@ class SelfTest:
                 "an overflow in the loss",
                 stacklevel=4,
             )
+
+    def _anyone_drew(self) -> bool:
+        return any(self._stepper.ranks.gather(self._drew))
 
     def _silence(self) -> None:
         """Evaluation mode, even for loops that call model.train() for every batch."""
@@ -183,15 +195,17 @@ class SelfTest:
         """Those that were seen both alone and together; on all ranks at the same moment."""
         problem = None
         for number in self._alone.keys() & self._together.keys():
-            alone = self._alone[number]
-            if all(bool(each.isfinite().all()) for each in alone.values()):
+            alone, together = self._alone[number], self._together[number]
+            if _finite(alone) and _finite(together):
                 self.compared += 1
-                problem = problem or difference(alone, self._together[number], self._rows, self._tolerance)
+                problem = problem or difference(alone, together, self._rows, self._tolerance)
+            elif _finite(alone) or _finite(together):
+                problem = problem or _DEPENDS
         if problem and self._drew and self._silent:
             problem = (
                 "self-test: random numbers are drawn in evaluation mode too, so an example alone cannot be compared "
-                "with itself in a batch; draw them in the data set, or only while model.training, or make sure of "
-                "the loss by hand and give make_private self_test=False"
+                "with itself in a batch; draw them in the data set, or make sure by hand that examples do not depend "
+                "on each other and give make_private self_test=False"
             )
         for found in self._stepper.ranks.gather(problem):
             if found is not None:
@@ -200,6 +214,37 @@ class SelfTest:
     def _halved(self) -> bool:
         """Whether products have less than the precision of float32."""
         return torch.get_float32_matmul_precision() != "highest" or self._stepper.clipping.half_precision
+
+
+def _finite(sketches: Sketch) -> bool:
+    return all(bool(each.isfinite().all()) for each in sketches.values())
+
+
+class Quiet:
+    """Torch's dropout functions let everything through, while the model stays in training mode."""
+
+    _NAMES = ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
+
+    def __init__(self) -> None:
+        attend = functional.scaled_dot_product_attention
+        self._kept = {name: getattr(functional, name) for name in self._NAMES}
+        self._kept["scaled_dot_product_attention"] = attend
+
+        def through(given: Tensor, *_: Any, **__: Any) -> Tensor:
+            return given
+
+        def attentive(query: Any, key: Any, value: Any, *rest: Any, **named: Any) -> Any:
+            mask = rest[0] if rest else named.pop("attn_mask", None)
+            named.pop("dropout_p", None)
+            return attend(query, key, value, mask, 0.0, *rest[2:], **named)
+
+        for name in self._NAMES:
+            setattr(functional, name, through)
+        setattr(functional, "scaled_dot_product_attention", attentive)  # noqa: B010
+
+    def end(self) -> None:
+        for name, function in self._kept.items():
+            setattr(functional, name, function)
 
 
 def sketch(name: str, gradient: Tensor) -> Tensor:
@@ -222,8 +267,6 @@ def difference(alone: Sketch, together: Sketch, rows: int, tolerance: tuple[floa
     names = list(together)
     a = torch.stack([alone.get(name, zero) for name in names])
     b = torch.stack([together[name] for name in names])
-    if not bool(b.isfinite().all()):
-        return _DEPENDS
     whole = a.norm()
 
     def differs(a: Tensor, b: Tensor) -> Tensor:

@@ -73,6 +73,7 @@ class Stepper:
         self.steps_released = 0  # by this run, in whatever process: what was spent
         self.stepped = False  # whether the last call of `consume` completed a step
         self._piece: Piece | None = None
+        self._failed = False  # the last call of `consume` did not come to its end
         self._partial = False  # some batches of a step are added up, more are to come
 
     @property
@@ -89,6 +90,11 @@ class Stepper:
     @property
     def piece(self) -> Piece:
         """The physical batch that was drawn and not yet stepped on."""
+        if self._failed:
+            raise RuntimeError(
+                "the last optimizer.step() failed before it released anything; iterate private.loader anew to take the "
+                "step again"
+            )
         if self._piece is None:
             raise RuntimeError(
                 "there is no batch: draw batches from private.loader, and call private.optimizer.step() once for each"
@@ -103,6 +109,10 @@ class Stepper:
     def begin(self, piece: Piece) -> None:
         """Take the next physical batch from the loader."""
         self.check_consumed()
+        if self._failed:
+            raise RuntimeError(
+                "the last optimizer.step() failed; iterate private.loader anew to take the step again"
+            )
         if piece.step != self.steps_taken:
             raise RuntimeError(
                 f"the loader is at step {piece.step}, the run at {self.steps_taken}; iterate the loader anew"
@@ -134,8 +144,9 @@ class Stepper:
 
     def abandon(self) -> None:
         """Forget an accumulation that was not finished; nothing of it was released."""
-        self._piece, self._partial = None, False
+        self._piece, self._partial, self._failed = None, False, False
         self.clipping.record(None)
+        self.clipping.clear()
 
     def consume(self, loss_scale: float = 1.0) -> bool:
         """Clip and add up the batch; when its step is complete, release it into the `.grad`s and return True.
@@ -143,6 +154,7 @@ class Stepper:
         `loss_scale` is what the loss was multiplied by before its backward pass.
         """
         piece = self.piece
+        self._piece, self._failed = None, True  # until the end: what was added once must not be added again
         self.watch.check()
         rows = len(piece.indices)
         scale = (rows if self.mean_loss else 1) / loss_scale
@@ -156,7 +168,7 @@ class Stepper:
         if piece.last:
             self._release(piece)
         self.stepped = piece.last
-        self._piece, self._partial = None, not piece.last and piece.rehearsal is None
+        self._failed, self._partial = False, not piece.last and piece.rehearsal is None
         return piece.last
 
     def _release(self, piece: Piece) -> None:

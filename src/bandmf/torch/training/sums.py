@@ -33,16 +33,26 @@ class Sums:
         groups: dict[torch.device, list[str]] = {}
         for name, parameter in parameters.items():
             groups.setdefault(parameter.device, []).append(name)
+        self._shapes = {
+            device: {name: local(parameters[name]).shape for name in names}
+            for device, names in groups.items()
+        }
+        self._allocate()
+
+    def _allocate(self) -> None:
         self.flats: list[Tensor] = []
         self.views: dict[str, Tensor] = {}
-        for device, names in groups.items():
-            shapes = {name: local(parameters[name]).shape for name in names}
+        for device, shapes in self._shapes.items():
             flat = torch.zeros(sum(shape.numel() for shape in shapes.values()), device=device)
             pieces = flat.split([shape.numel() for shape in shapes.values()])
-            self.views |= {name: piece.view(shapes[name]) for name, piece in zip(names, pieces, strict=True)}
+            self.views |= {n: piece.view(shapes[n]) for n, piece in zip(shapes, pieces, strict=True)}
             self.flats.append(flat)
+        self._lent = False
 
     def clear(self) -> None:
+        """All zero; in new memory where the old was lent to `.grad`, which someone may still hold."""
+        if self._lent:
+            self._allocate()
         for flat in self.flats:
             flat.zero_()
 
@@ -50,6 +60,7 @@ class Sums:
         """Sums become means, which the parameters may have as their gradients until the next `clear`."""
         for flat in self.flats:
             flat.div_(by)
+        self._lent = True
 
     def finite(self) -> bool:
         """Whether all numbers are; without memory of their size."""
