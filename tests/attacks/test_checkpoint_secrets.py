@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from bandmf import Key
 from bandmf.torch.noise import sealing
 from bandmf.torch.training import checkpoint, seal
-from training import same_run, simple_plan
+from training import same_run, simple_plan, train
 
 
 def stolen(folder):
@@ -74,6 +74,14 @@ def test_a_state_dict_does_not_hold_the_noise():
         alike = vectors.reshape(mine[name].shape) == mine[name]
         assert float(alike.float().mean()) < 0.1
         assert torch.equal(mine[name], before[name])  # the run's own is as it was
+
+
+def test_noise_of_another_step_of_the_run_is_refused(tmp_path):
+    private = open_run(tmp_path, plan=PLAN)
+    states = [train(private, until=step).state_dict() for step in (2, 3)]
+    states[1]["noise"] = states[0]["noise"]
+    with pytest.raises(ValueError, match="must be of step 3"):
+        private.load_state_dict(states[1])
 
 
 def test_no_stream_is_used_for_two_checkpoints(tmp_path):

@@ -87,6 +87,10 @@ def load_state_dict(private: Private, state: dict[str, Any]) -> None:
                 f"must be {mine!r}: it is of another run",
                 "open the run it is of",
             )
+    if state["noise"]["step"] != state["step"]:
+        raise _check.fail(
+            "state['noise']", state["noise"]["step"], f"must be of step {state['step']}, like the rest"
+        )
     if state["sampler"] != (stepper.sampler.provenance,):
         raise _check.fail("state['sampler']", state["sampler"], f"must be {stepper.sampler.provenance!r}")
     stepper.ranks.on_first(lambda: stepper.recorded.expect(state["step"], state["ledger"]))
