@@ -78,7 +78,9 @@ class Work:
         return self.data(self.setting.batch)
 
     def public(self) -> Callable[[], None]:
-        model, optimizer = self.fresh()
+        return self.ordinary(*self.fresh())
+
+    def ordinary(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         x, y = self.batch()
 
         def step() -> None:
@@ -128,14 +130,7 @@ class Work:
         optimizer = DPOptimizer(
             optimizer, noise_multiplier=1.0, max_grad_norm=CLIP_NORM, expected_batch_size=self.setting.batch
         )
-        x, y = self.batch()
-
-        def step() -> None:
-            optimizer.zero_grad()
-            self.losses(self.scores(model, x), x, y).mean().backward()
-            optimizer.step()
-
-        return step
+        return self.ordinary(model, optimizer)
 
     def opacus_ghost(self) -> Callable[[], None]:
         from opacus.grad_sample import GradSampleModuleFastGradientClipping

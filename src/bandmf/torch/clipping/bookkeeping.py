@@ -21,7 +21,7 @@ from bandmf.torch.clipping import attention
 from bandmf.torch.clipping.contributions import Contribution, Pack, Totals, join, settle
 from bandmf.torch.clipping.layers import layers_of
 from bandmf.torch.clipping.norms import Terms, squares_apart, total_squares
-from bandmf.torch.clipping.protocol import Clipping, Parameters, clip_factors
+from bandmf.torch.clipping.protocol import Clipping, Parameters, clip_factors, clip_limit
 from bandmf.torch.clipping.recording import Recorder
 from bandmf.torch.clipping.refusals import UnsupportedError, late_backward, used_elsewhere, wrong_rows
 
@@ -41,8 +41,7 @@ class Bookkeeping:
     ) -> None:
         self._parameters, self._per_layer, self.otherwise = parameters, per_layer, otherwise
         self._sharded = any(isinstance(parameter, DTensor) for parameter in parameters.values())
-        # Per layer, each parameter has an equal share; the norms of all add up to clip_norm in squares.
-        self._limit = clip_norm / math.sqrt(len(parameters)) if per_layer else clip_norm
+        self._limit = clip_limit(clip_norm, parameters, per_layer)
         self.layers = layers_of(model, {id(p): name for name, p in parameters.items()})
         self._recorder = Recorder(self.layers)
         self._attention = [layer.module for layer in self.layers if not layer.hooked]

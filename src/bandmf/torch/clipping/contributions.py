@@ -215,17 +215,13 @@ Contribution = Outer | Rows | Patches | Tensor
 def unfold(padded: Tensor, layer: nn.Module, outputs: torch.Size) -> Tensor:
     """The patches that a convolution sees, (examples, channels, places in the kernel, *outputs), as one copy."""
     padded = padded.contiguous()
-    kernel, stride, dilation = (_sizes(getattr(layer, n)) for n in ("kernel_size", "stride", "dilation"))
+    kernel, stride, dilation = (getattr(layer, name) for name in ("kernel_size", "stride", "dilation"))
     batch, channel, *space = padded.stride()
     inside = [step * by for step, by in zip(space, dilation, strict=True)]
     across = [step * by for step, by in zip(space, stride, strict=True)]
     shape = (*padded.shape[:2], *kernel, *outputs)
     view = padded.as_strided(shape, (batch, channel, *inside, *across))
     return view.reshape(*padded.shape[:2], -1, *outputs)
-
-
-def _sizes(value: Any) -> tuple[int, ...]:
-    return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
 def settle(terms: dict[str, list[Contribution | Totals]]) -> dict[str, list[Contribution]]:

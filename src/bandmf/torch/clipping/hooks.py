@@ -5,7 +5,6 @@ Guarantees: as for book-keeping, since norm and sum come from the same per-examp
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from bandmf.torch.clipping.contributions import wide
 from bandmf.torch.clipping.norms import roundoff, size
-from bandmf.torch.clipping.protocol import Clipping, Parameters, clip_factors
+from bandmf.torch.clipping.protocol import Clipping, Parameters, clip_factors, clip_limit
 from bandmf.torch.clipping.refusals import UnsupportedError, used_elsewhere, wrong_rows
 
 # True of every first layer, and harmless: its inputs are data.
@@ -41,8 +40,7 @@ class PerExample:
         functorch: bool,
     ) -> None:
         self._parameters, self._per_layer = parameters, per_layer
-        # Per layer, each parameter has an equal share; the norms of all add up to clip_norm in squares.
-        self._limit = clip_norm / math.sqrt(len(parameters)) if per_layer else clip_norm
+        self._limit = clip_limit(clip_norm, parameters, per_layer)
         self._hooks = Hooks(model, loss_reduction="sum", force_functorch=functorch)
 
     otherwise: Callable[[Exception], Clipping] | None = None

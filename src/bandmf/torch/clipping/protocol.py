@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Protocol
 
@@ -33,6 +34,11 @@ class Clipping(Protocol):
 
     def clear(self) -> None: ...
     def remove(self) -> None: ...
+
+
+def clip_limit(clip_norm: float, parameters: Parameters, per_layer: bool) -> float:
+    """Per layer, each parameter has an equal share; the norms of all add up to clip_norm in squares."""
+    return clip_norm / math.sqrt(len(parameters)) if per_layer else clip_norm
 
 
 def clip_factors(norms: Tensor, limit: float, counted: Tensor) -> Tensor:

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -67,8 +68,8 @@ class SelfTest:
         self._drew = False
         self._exchanged = False  # another way of clipping has taken over
         self._handles: list[Any] = []
-        self._quiet: Quiet | None = None
-        self._silent: list[Any] = []  # hooks that keep the model in evaluation mode
+        self._silent = False  # whether hooks keep the model in evaluation mode
+        self._after = ExitStack()  # puts everything back as it was
         self._before: RandomState | None = None
 
     def choose(self, batch: list[int], examples: int) -> list[int]:
@@ -82,12 +83,15 @@ class SelfTest:
     def rehearsals(self, count: int) -> Iterator[Rehearsal]:
         """The batches to go through; each must be observed before the next."""
         together = Rehearsal(tuple(range(count)))
-        kept, modes = RandomState(), [(module, module.training) for module in self._model.modules()]
+        self._after.close()  # of rehearsals that were left in the middle
+        self._after.callback(RandomState().restore)
+        self._after.callback(self._stop_listening)
+        self._after.callback(self._set_modes, [(module, module.training) for module in self._model.modules()])
         try:
             if count > 1:
                 yield Rehearsal((0,))
                 if self._anyone_drew():
-                    self._quiet = Quiet()
+                    self._after.callback(Quiet(self._model).end)
                 yield Rehearsal((0,))
                 if self._anyone_drew():
                     self._silence()
@@ -95,13 +99,7 @@ class SelfTest:
                 yield together
                 yield together if self._exchanged else Rehearsal((1,))
         finally:
-            for handle in self._handles + self._silent:
-                handle.remove()
-            if self._quiet is not None:
-                self._quiet.end()
-            for module, training in modes:
-                module.training = training
-            kept.restore()
+            self._after.close()
         self.passed = True
         if count > 1 and not self.compared:
             warnings.warn(
@@ -120,7 +118,14 @@ class SelfTest:
             module.eval()
 
         self._model.eval()
-        self._silent = [module.register_forward_pre_hook(silent) for module in self._model.modules()]
+        self._silent = True
+        for module in self._model.modules():
+            self._after.callback(module.register_forward_pre_hook(silent).remove)
+
+    @staticmethod
+    def _set_modes(modes: list[tuple[nn.Module, bool]]) -> None:
+        for module, training in modes:
+            module.training = training
 
     # --- one rehearsal ------------------------------------------------------------------------------------
 
@@ -139,6 +144,11 @@ class SelfTest:
             if local(parameter) is parameter
         ]
 
+    def _stop_listening(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
     def _take(self, name: str, number: int) -> Any:
         def take(parameter: Tensor) -> None:
             assert parameter.grad is not None
@@ -153,14 +163,16 @@ class SelfTest:
         """After the backward pass of a rehearsal; `scale` is that of a gradient of its batch."""
         assert self._before is not None
         self._drew = self._before.changed()
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        if rehearsal.alone:
-            self._finish_alone(rehearsal.members[0], scale)
-        else:
-            self._finish_together(rehearsal, scale)
-        self._compare()
+        self._stop_listening()
+        try:
+            if rehearsal.alone:
+                self._finish_alone(rehearsal.members[0], scale)
+            else:
+                self._finish_together(rehearsal, scale)
+            self._compare()
+        except BaseException:
+            self._after.close()  # now: a traceback that someone keeps would keep the model as it is here
+            raise
         self._stepper.clipping.clear()
 
     def _finish_together(self, rehearsal: Rehearsal, scale: float) -> None:
@@ -220,31 +232,50 @@ def _finite(sketches: Sketch) -> bool:
     return all(bool(each.isfinite().all()) for each in sketches.values())
 
 
+_attend = functional.scaled_dot_product_attention
+
+
+def _through(given: Tensor, *_: Any, **__: Any) -> Tensor:
+    return given
+
+
+def _attentive(query: Any, key: Any, value: Any, *rest: Any, **named: Any) -> Any:
+    mask = rest[0] if rest else named.pop("attn_mask", None)
+    named.pop("dropout_p", None)
+    return _attend(query, key, value, mask, 0.0, *rest[2:], **named)
+
+
 class Quiet:
-    """Torch's dropout functions let everything through, while the model stays in training mode."""
+    """Torch's dropout functions let everything through while the model runs, which stays in training mode."""
 
     _NAMES = ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
+    _QUIET: ClassVar = dict.fromkeys(_NAMES, _through) | {"scaled_dot_product_attention": _attentive}
+    _USUAL: ClassVar = {name: getattr(functional, name) for name in _QUIET}
 
-    def __init__(self) -> None:
-        attend = functional.scaled_dot_product_attention
-        self._kept = {name: getattr(functional, name) for name in self._NAMES}
-        self._kept["scaled_dot_product_attention"] = attend
+    def __init__(self, model: nn.Module) -> None:
+        self._depth = 0  # modules that run inside of each other
+        self._handles: list[Any] = []
+        for module in model.modules():
+            self._handles.append(module.register_forward_pre_hook(self._enter))
+            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
 
-        def through(given: Tensor, *_: Any, **__: Any) -> Tensor:
-            return given
+    def _enter(self, *_: Any) -> None:
+        self._depth += 1
+        self._set(self._QUIET)
 
-        def attentive(query: Any, key: Any, value: Any, *rest: Any, **named: Any) -> Any:
-            mask = rest[0] if rest else named.pop("attn_mask", None)
-            named.pop("dropout_p", None)
-            return attend(query, key, value, mask, 0.0, *rest[2:], **named)
+    def _leave(self, *_: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._set(self._USUAL)
 
-        for name in self._NAMES:
-            setattr(functional, name, through)
-        setattr(functional, "scaled_dot_product_attention", attentive)  # noqa: B010
+    def _set(self, functions: dict[str, Any]) -> None:
+        for name, function in functions.items():
+            setattr(functional, name, function)
 
     def end(self) -> None:
-        for name, function in self._kept.items():
-            setattr(functional, name, function)
+        self._set(self._USUAL)
+        for handle in self._handles:
+            handle.remove()
 
 
 def sketch(name: str, gradient: Tensor) -> Tensor:
