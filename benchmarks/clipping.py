@@ -132,12 +132,13 @@ class Work:
         )
         return self.ordinary(model, optimizer)
 
-    def opacus_ghost(self) -> Callable[[], None]:
+    def opacus_ghost(self, replaced: bool = True) -> Callable[[], None]:
+        """With transformers' Conv1D replaced by nn.Linear, for which Opacus has a rule, or the model as it is."""
         from opacus.grad_sample import GradSampleModuleFastGradientClipping
         from opacus.optimizers.optimizer_fast_gradient_clipping import DPOptimizerFastGradientClipping
         from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 
-        model, optimizer = self.fresh(for_opacus=True)
+        model, optimizer = self.fresh(for_opacus=replaced)
         model = GradSampleModuleFastGradientClipping(model, max_grad_norm=CLIP_NORM, use_ghost_clipping=True)
         optimizer = DPOptimizerFastGradientClipping(
             optimizer, noise_multiplier=1.0, max_grad_norm=CLIP_NORM, expected_batch_size=self.setting.batch
@@ -158,6 +159,7 @@ KINDS: dict[str, Callable[[Work], Callable[[], None]]] = {
     "bandmf": Work.bandmf,
     "bandmf hooks": lambda work: work.bandmf("hooks"),
     "opacus ghost": Work.opacus_ghost,
+    "opacus ghost, model as it is": lambda work: work.opacus_ghost(replaced=False),
     "opacus hooks": Work.opacus_hooks,
 }
 

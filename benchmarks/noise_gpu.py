@@ -117,7 +117,7 @@ def check_far() -> dict[str, float]:
         got = torch.zeros(5000, device=DEVICE)
         nothing = torch.empty(0, 5000, device=DEVICE)
         far = Vectors([Slice(7, Region.span(start, start + 5000), nothing, nothing)], nothing, nothing)
-        TritonExecutor(secret, cipher_rounds, far).advance(Step(((step, 1.0),), ()), [got], 1.0)
+        TritonExecutor(secret, cipher_rounds, far).ready(Step(((step, 1.0),), ()), [got], 1.0)()
         expected = normals.reference(secret, step, 7, start, start + 5000, cipher_rounds)
         worst = np.abs(got.cpu().numpy() - expected).max()
         result[f"coordinate 2^33, step 2^35, {cipher_rounds} cipher rounds"] = float(worst)

@@ -6,7 +6,6 @@ where query, key and value are the same tensor), followed by torch's scaled_dot_
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bandmf.torch.clipping.contributions import Outer
-from bandmf.torch.clipping.recording import Layer, Recorder
+from bandmf.torch.clipping.recording import Recorded
 from bandmf.torch.clipping.rules import Described, Rule, total
 
 _PARTS = ("q", "k", "v")
@@ -29,25 +28,15 @@ def describes(module: nn.Module) -> bool:
     return plain and module.bias_k is None
 
 
-def plain(module: nn.MultiheadAttention) -> Any:
-    """Torch's own `forward`."""
-    return nn.MultiheadAttention.forward.__get__(module)
+class Attention(Recorded):
+    """The `forward` of an nn.MultiheadAttention, which records its projections."""
 
+    module: nn.MultiheadAttention
 
-class Attention:
-    """Takes the place of `module.forward` while the run lasts; where nothing is recorded, it is torch's own."""
+    def record(self, args: Any, kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        return self._forward(*args, **kwargs)
 
-    def __init__(self, module: nn.MultiheadAttention, layer: Layer, recorder: Recorder) -> None:
-        self.module, self.layer, self.recorder = module, layer, recorder
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        twin = memo.get(id(self.module)) or copy.deepcopy(self.module, memo)
-        return plain(twin)  # a copy of the model is an ordinary one
-
-    def __reduce__(self) -> Any:
-        return plain, (self.module,)
-
-    def __call__(
+    def _forward(
         self,
         query: Tensor,
         key: Tensor,
@@ -59,11 +48,6 @@ class Attention:
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         module = self.module
-        if self.recorder.rows is None or not torch.is_grad_enabled():
-            options = {"average_attn_weights": average_attn_weights, "is_causal": is_causal}
-            return nn.MultiheadAttention.forward(
-                module, query, key, value, key_padding_mask, need_weights, attn_mask, **options
-            )
         if query.ndim != 3:
             raise RuntimeError(
                 f"{self.layer.path}: query.ndim={query.ndim}: must be 3, with the examples in it"

@@ -10,19 +10,28 @@ Guarantees:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
-from bandmf.torch.clipping import attention
-from bandmf.torch.clipping.contributions import Contribution, Pack, Totals, join, settle
+from bandmf.torch.clipping.contributions import (
+    PORTION,
+    Contribution,
+    Outer,
+    Pack,
+    Totals,
+    by_gram,
+    fuses,
+    join,
+    settle,
+)
 from bandmf.torch.clipping.layers import layers_of
 from bandmf.torch.clipping.norms import Terms, squares_apart, total_squares
 from bandmf.torch.clipping.protocol import Clipping, Parameters, clip_factors, clip_limit
-from bandmf.torch.clipping.recording import Recorder
+from bandmf.torch.clipping.recording import Recorder, replace_forward, restore_forward
 from bandmf.torch.clipping.refusals import UnsupportedError, late_backward, used_elsewhere, wrong_rows
 
 _LARGE = 1 << 18  # numbers
@@ -43,15 +52,14 @@ class Bookkeeping:
         self._sharded = any(isinstance(parameter, DTensor) for parameter in parameters.values())
         self._limit = clip_limit(clip_norm, parameters, per_layer)
         self.layers = layers_of(model, {id(p): name for name, p in parameters.items()})
-        self._recorder = Recorder(self.layers)
-        self._attention = [layer.module for layer in self.layers if not layer.hooked]
+        self._recorder = Recorder()
         for layer in self.layers:
-            if not layer.hooked:
-                assert isinstance(layer.module, nn.MultiheadAttention)
-                layer.module.forward = attention.Attention(layer.module, layer, self._recorder)  # type: ignore[method-assign]
+            replace_forward(layer, self._recorder)
 
     def explain(self) -> str:
-        by_function = [layer.path for layer in self.layers if layer.rule is None and layer.hooked]
+        by_function = [
+            layer.path for layer in self.layers if layer.rule is None and layer.replacement is None
+        ]
         rest = f"; by torch.func, at more cost: {', '.join(by_function)}" if by_function else ""
         return f"book-keeping, {len(self.layers) - len(by_function)} layers by rules{rest}"
 
@@ -163,9 +171,8 @@ class Bookkeeping:
             parameter.grad = None
 
     def remove(self) -> None:
-        self._recorder.remove()
-        for module in self._attention:
-            module.__dict__.pop("forward", None)
+        for layer in self.layers:
+            restore_forward(layer)
 
 
 def _pack(terms: Terms) -> tuple[list[Pack], Terms]:
@@ -185,13 +192,40 @@ def _add_terms(
 ) -> None:
     for pack in small:
         pack.add_to(sums, factors, scale)
+    outers: dict[int, list[tuple[Outer, Tensor]]] = {}  # by their factors, which mostly are the same
     for name, several in terms.items():
-        factor = factors[name].to(sums[name].device)
         for term in several:
             if isinstance(term, Tensor):
                 Pack.of({name: term}).add_to(sums, factors, scale)
+            elif isinstance(term, Outer) and factors[name].device == term.device:
+                outers.setdefault(id(factors[name]), []).append((term, sums[name]))
             else:
-                term.add_to(sums[name], factor, scale)
+                term.add_to(sums[name], factors[name].to(sums[name].device), scale)
+    for factor in {id(factor): factor for factor in factors.values()}.values():
+        _add_outers(outers.get(id(factor), ()), factor, scale)
+
+
+def _add_outers(outers: Sequence[tuple[Outer, Tensor]], factors: Tensor, scale: float) -> None:
+    """`add_to` of many with the same factors, to the totals beside them."""
+    alike: dict[Any, list[tuple[Outer, Tensor]]] = {}
+    for outer, total in outers:
+        if by_gram(outer) and fuses(outer.left) and outer.left.dtype in (torch.float32, torch.bfloat16):
+            alike.setdefault((outer.smaller.shape, outer.smaller.dtype), []).append((outer, total))
+        else:
+            outer.add_to(total, factors, scale)
+    for same in alike.values():
+        _add_fused(same, factors, scale)
+
+
+def _add_fused(same: list[tuple[Outer, Tensor]], factors: Tensor, scale: float) -> None:
+    from bandmf.torch.clipping import fused
+
+    at_once = max(1, 4 * PORTION // same[0][0].smaller.numel())
+    for begin in range(0, len(same), at_once):
+        portion = same[begin : begin + at_once]
+        scaled = fused.scaled([outer.smaller for outer, _ in portion], factors).unbind()
+        for (outer, total), vectors in zip(portion, scaled, strict=True):
+            outer.add_scaled(total, vectors, scale)
 
 
 def _keep(

@@ -40,6 +40,8 @@ class Outer:
     right: Tensor
 
     def __post_init__(self) -> None:
+        if self.left.ndim == self.right.ndim == 3 and self.left.dtype == self.right.dtype:
+            return
         common = torch.promote_types(self.left.dtype, self.right.dtype)
         object.__setattr__(self, "left", _three(self.left).to(common))
         object.__setattr__(self, "right", _three(self.right).to(common))
@@ -69,6 +71,19 @@ class Outer:
         else:
             right = _times(right, factors)
         _add_product(total, left.flatten(0, 1), right.flatten(0, 1), scale)
+
+    @property
+    def smaller(self) -> Tensor:
+        """What is multiplied by the factors."""
+        return self.left if self.scales_left else self.right
+
+    def add_scaled(self, total: Tensor, scaled: Tensor, scale: float) -> None:
+        """The same as `add_to`, given factors times `smaller`."""
+        total = total.view(self.left.shape[2], -1)
+        if self.scales_left:
+            _add_product(total, scaled, self.right.flatten(0, 1), scale)
+        else:
+            _add_product(total, self.left.flatten(0, 1), scaled, scale)
 
     def _add_exactly(self, total: Tensor, factors: Tensor, scale: float) -> None:
         """For sums over many places, whose rounding errors cannot be bounded well: they are made small instead."""
@@ -259,6 +274,8 @@ def _has_triton() -> bool:
 
 def join(contributions: list[Contribution]) -> list[Contribution]:
     """The same gradient in as few terms as possible: one of each kind."""
+    if len(contributions) == 1:
+        return contributions
     kinds: dict[type, list[Any]] = {}
     for one in contributions:
         kinds.setdefault(Tensor if isinstance(one, Tensor) else type(one), []).append(one)

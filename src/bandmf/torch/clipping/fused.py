@@ -17,6 +17,7 @@ from torch import Tensor
 
 TILE, DEPTH = 64, 64  # places and features that a program has at hand
 COLUMNS = 128
+BLOCK = 4096
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -111,8 +112,28 @@ def total_kernel(
     tl.store(results + tl.program_id(0).to(tl.int64) * features + columns, total, mask=inside)
 
 
-def suits(tensor: Tensor) -> bool:
-    return tensor.dtype in _TYPES and tensor.ndim == 3
+@triton.jit
+def scale_kernel(vectors, factors, results, examples, size, TYPE: tl.constexpr, BLOCK: tl.constexpr):
+    """Factor times all numbers of an example, rounded once."""
+    layer, example = tl.program_id(0) // examples, tl.program_id(0) % examples
+    places = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    given = tl.load(vectors + layer).to(tl.pointer_type(TYPE)) + example.to(tl.int64) * size
+    numbers = tl.load(given + places, mask=places < size, other=0).to(tl.float32)
+    found = (tl.load(factors + example) * numbers).to(TYPE)
+    tl.store(results + tl.program_id(0).to(tl.int64) * size + places, found, mask=places < size)
+
+
+def scaled(vectors: Sequence[Tensor], factors: Tensor) -> Tensor:
+    """(layers, examples * length, features), in the dtype of the vectors; `factors` are float32."""
+    some = vectors[0]
+    examples, length, features = some.shape
+    results = torch.empty(len(vectors), examples * length, features, dtype=some.dtype, device=some.device)
+    addresses, held = _addresses(vectors)
+    size = length * features
+    scale_kernel[(len(held) * examples, triton.cdiv(size, BLOCK))](
+        addresses, factors.float(), results, examples, size, _TYPES[some.dtype], BLOCK
+    )
+    return results
 
 
 def gram_numbers(lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Tensor:

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from bandmf.torch.clipping import attention
-from bandmf.torch.clipping.recording import Layer
+from bandmf.torch.clipping.attention import Attention, describes
+from bandmf.torch.clipping.recording import Layer, Recorded, RecordedLinear
 from bandmf.torch.clipping.refusals import UnsupportedError
-from bandmf.torch.clipping.rules import rule_for
+from bandmf.torch.clipping.rules import Rule, linear, rule_for, transposed_linear
 
 _SEQUENCE_FIRST = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
@@ -25,15 +25,20 @@ def layers_of(model: nn.Module, names: dict[int, str]) -> list[Layer]:
 def _walk(module: nn.Module, path: str, names: dict[int, str], batch: int) -> Iterator[Layer]:
     batch = _batch_dimension(module, batch)
     own = {name: names[id(p)] for name, p in module._parameters.items() if p is not None and id(p) in names}
-    if own and attention.describes(module):
-        yield Layer(module, path, own, 0, hooked=False)
+    if own and describes(module):
+        yield Layer(module, path, own, 0, replacement=Attention)
     elif own and (rule := rule_for(module)) is not None:
-        yield Layer(module, path, own, batch, rule)
+        yield Layer(module, path, own, batch, rule, _replacement(module, rule))
     elif own:
         yield _unit(module, path, names, batch)
         return
     for name, child in module.named_children():
         yield from _walk(child, f"{path}.{name}" if path else name, names, batch)
+
+
+def _replacement(module: nn.Module, rule: Rule) -> type[Recorded]:
+    is_linear = rule in (linear, transposed_linear) and "forward" not in vars(module)
+    return RecordedLinear if is_linear else Recorded
 
 
 def _unit(module: nn.Module, path: str, names: dict[int, str], batch: int) -> Layer:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -98,8 +98,15 @@ def _grouped(terms: Terms) -> dict[tuple[str, ...], Squares]:
             alike.setdefault(shape, {})[name] = first
         else:
             found[(name,)] = _row(_of_terms(several))
+    together: list[dict[str, Outer]] = []
     for same in alike.values():
-        found |= _of_outers(same)
+        some = next(iter(same.values()))
+        if (len(same) > 1 or _on_tensor_cores(some.left)) and _fuse(some.left):
+            together.append(same)
+        else:
+            found |= _of_outers(same)
+    if together:
+        found[tuple(name for same in together for name in same)] = _of_fused(together)
     return found
 
 
@@ -134,8 +141,6 @@ def _of_outers(outers: dict[str, Outer]) -> dict[tuple[str, ...], Squares]:
     size = some.examples * some.left.shape[1] ** 2
     at_once = max(1, (PORTION if some.left.is_cuda else IN_CACHE) // size)
     found = {}
-    if len(names) > 1 and fuses(some.left) and some.left.dtype != torch.float64 and some.left.shape[1] > 1:
-        return {tuple(names): _of_fused(list(outers.values()))}
     for begin in range(0, len(names), at_once):
         portion = tuple(names[begin : begin + at_once])
         k = torch.stack([gram(outers[name].left) for name in portion])
@@ -144,31 +149,67 @@ def _of_outers(outers: dict[str, Outer]) -> dict[tuple[str, ...], Squares]:
     return found
 
 
-def _of_fused(outers: list[Outer]) -> Squares:
+def _fuse(vectors: Tensor) -> bool:
+    return fuses(vectors) and vectors.dtype != torch.float64 and vectors.shape[1] > 1
+
+
+def _on_tensor_cores(vectors: Tensor) -> bool:
+    """Whether a kernel of ours is fast for a single large layer, too."""
+    return vectors.dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest"
+
+
+def _of_fused(groups: list[dict[str, Outer]]) -> Squares:
+    """Of layers in groups of one shape: a launch for each group, and the few operations after it for all."""
     from bandmf.torch.clipping import fused
 
-    numbers = fused.gram_numbers([outer.left for outer in outers], [outer.right for outer in outers])
+    found, errors = [], []
+    for group in groups:
+        outers = list(group.values())
+        found.append(fused.gram_numbers([outer.left for outer in outers], [outer.right for outer in outers]))
+        errors += [astuple(_Errors.of(outers[0]))] * len(outers)
+    numbers = torch.cat(found)
+    each = torch.tensor(errors, dtype=numbers.dtype).to(numbers.device, non_blocking=True)
     inner, *traces_and_sizes = numbers.unbind(-1)
     traces, sizes = traces_and_sizes[:2], [square.sqrt() for square in traces_and_sizes[2:]]
-    return _of_numbers(inner, traces, sizes, outers[0])
+    return _of_numbers(inner, traces, sizes, _Errors(*each[..., None].unbind(1)))
 
 
 def _of_grams(k: Tensor, q: Tensor, outer: Outer) -> Squares:
     traces = [m.diagonal(dim1=-2, dim2=-1).sum(-1) for m in (k, q)]
     sizes = [torch.linalg.vector_norm(m, dim=(-2, -1)) for m in (k, q)]
-    return _of_numbers((k * q).sum((-2, -1)), traces, sizes, outer)
+    return _of_numbers((k * q).sum((-2, -1)), traces, sizes, _Errors.of(outer))
 
 
-def _of_numbers(inner: Tensor, traces: list[Tensor], sizes: list[Tensor], outer: Outer) -> Squares:
+@dataclass(frozen=True)
+class _Errors:
+    """What the error bound of an Outer's norm is made of; numbers, or tensors with a row for each of many."""
+
+    inner: Any  # the relative error of inner products
+    lost: Any  # what numbers too small for their dtype may amount to
+    left: Any  # what rounding adds, relative to tr K |Q| (where the left vectors are scaled)
+    right: Any  # and to |K| tr Q
+    added: Any  # relative to the larger of both
+
+    @staticmethod
+    def of(outer: Outer) -> _Errors:
+        places, own = outer.left.shape[1], _own_roundoff(outer.left)
+        return _Errors(
+            inner=max(_inner_error(outer.left), _inner_error(outer.right)),
+            lost=torch.finfo(wide(outer.left.dtype)).tiny * places,
+            left=2 * own**2 if outer.scales_left else 0.0,
+            right=0.0 if outer.scales_left else 2 * own**2,
+            added=2 * _product_error(outer.left, places) ** 2,
+        )
+
+
+def _of_numbers(inner: Tensor, traces: list[Tensor], sizes: list[Tensor], errors: _Errors) -> Squares:
     """From the sum of K * Q and the traces and sizes of both."""
-    u, places = max(_inner_error(outer.left), _inner_error(outer.right)), outer.left.shape[1]
-    across = (traces[0] * sizes[1], sizes[0] * traces[1])
+    first, second = traces[0] * sizes[1], sizes[0] * traces[1]
     # Numbers too small for their dtype are zero in one matrix, however large those of the other.
-    lost = torch.finfo(inner.dtype).tiny * places * (traces[0] + traces[1])
-    norm = inner.clamp(min=0) + u * (across[0] + across[1]) + lost
-    rounded = across[0] if outer.scales_left else across[1]
-    own, added = _own_roundoff(outer.left), _product_error(outer.left, places)
-    return Squares(norm, 2 * (own**2 * rounded + added**2 * torch.maximum(*across)))
+    lost = errors.lost * (traces[0] + traces[1])
+    norm = inner.clamp(min=0) + errors.inner * (first + second) + lost
+    slack = errors.left * first + errors.right * second + errors.added * torch.maximum(first, second)
+    return Squares(norm, slack)
 
 
 def _of_matrix(outer: Outer) -> Squares:

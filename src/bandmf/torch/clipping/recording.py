@@ -1,30 +1,33 @@
 """Records, while a model runs, what the gradients of single examples are made of.
 
-Hooks around each layer note its input and, in the backward pass, the gradient of its output. While the layer runs,
-its own parameters do not require gradients: autograd leaves their gradients out (a third of the backward pass), and
-whatever still reaches `parameter.grad` came by another way, which is how such uses are found.
+While a run lasts, `Recorded` takes the place of each layer's `forward`: it notes the input and, in the backward pass,
+the gradient of the output. The layer's own parameters do not require gradients meanwhile: autograd leaves their
+gradients out (a third of the backward pass), and whatever still reaches `parameter.grad` came by another way, which is
+how such uses are found.
 
 Inputs are saved by an autograd function, so that activation checkpointing computes them again and nothing is kept
-twice. A copy of the model (of an exponential moving average, say) carries the hooks but is not recorded.
+twice. A copy of the model (of an exponential moving average, say) is an ordinary model.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from bandmf.torch.clipping.fallback import Call
-from bandmf.torch.clipping.rules import Described, Rule, convolution, embedding, linear, transposed_linear
+from bandmf.torch.clipping.rules import Described, Rule, convolution, embedding, linear
 
-# Where autocast lowers the precision of the input; recorded in that precision, it takes half the memory.
-_LOWERED = (linear, transposed_linear, convolution)
+_ANCHOR = torch.empty(0, requires_grad=True)  # gives outputs a backward pass where no input has one
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,12 +39,12 @@ class Layer:
     names: dict[str, str]  # of its parameters: within the module -> within the model
     batch: int  # the dimension that counts the examples
     rule: Rule | None = None  # None: by torch.func
-    hooked: bool = True  # attention is not: it records its projections itself
+    replacement: type[Recorded] | None = None  # of its `forward`; None: Recorded
 
     @cached_property
     def input_name(self) -> str:
         """Of the first argument of its `forward`."""
-        return next(iter(inspect.signature(self.module.forward).parameters))
+        return list(inspect.signature(type(self.module).forward).parameters)[1]
 
     def parameters(self) -> list[nn.Parameter]:
         """Those at hand now: FSDP2 exchanges them."""
@@ -71,125 +74,56 @@ class Entry:
 
 
 class Recorder:
-    """The hooks of a model, and what they have noted since the last call of `begin`."""
+    """What the layers of a model have noted since the last call of `begin`."""
 
-    def __init__(self, layers: list[Layer]) -> None:
-        self._layers = {layer.module: layer for layer in layers if layer.hooked}
+    def __init__(self) -> None:
         self._entries: list[Entry] = []
         self.rows: int | None = None  # examples of the batch that is recorded; None: nothing is
+        self.batch = 0  # the number of that batch
         self.failure: Exception | None = None
         self.late = False  # whether a backward pass went through an earlier batch
-        self._batch = 0
         self._seen: dict[Layer, dict[Any, bool]] = {}
-        self._handles: list[Any] = []
-        for module in self._layers:
-            before = module.register_forward_pre_hook(self._before, with_kwargs=True)
-            # First of all hooks: FSDP2's would take the parameters away.
-            after = module.register_forward_hook(
-                self._after, prepend=True, with_kwargs=True, always_call=True
-            )
-            self._handles += [before, after]
 
     def begin(self, rows: int | None) -> None:
         """Forget what was noted; from now on a batch of so many examples is recorded."""
         self._entries, self.failure, self.late = [], None, False
-        self.rows, self._batch = rows, self._batch + 1
-
-    def _on_time(self) -> Callable[[], bool]:
-        """Whether the batch is still the one of now: examples of an earlier one have had their turn."""
-        batch = self._batch
-
-        def on_time() -> bool:
-            self.late = self.late or batch != self._batch
-            return batch == self._batch
-
-        return on_time
+        self.rows, self.batch = rows, self.batch + 1
 
     def peek(self) -> list[Entry]:
         return self._entries
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
-        """A copy of the model carries hooks, and nothing that was recorded."""
-        return Recorder([])
-
-    def __reduce__(self) -> Any:
-        return Recorder, ([],)
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def layer_of(self, module: nn.Module) -> Layer | None:
-        """The layer to record now, if this module is one."""
-        if self.rows is None or not torch.is_grad_enabled():
-            return None
-        return self._layers.get(module)
-
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _outside(self._enter, module, args, kwargs)
-
-    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        return _outside(self._leave, module, args, kwargs, output)
-
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        layer = self.layer_of(module)
-        if layer is None:
-            return None
-        for parameter in layer.parameters():
-            parameter.requires_grad_(False)
-        if layer.rule is None:
-            return None
-        return self._adapt(layer, args, kwargs)
-
-    def _adapt(self, layer: Layer, args: Any, kwargs: Any) -> Any:
-        """The input in the precision of autocast, and position numbers once for each example."""
-        first = _input(layer, args, kwargs)
-        if layer.rule is embedding:
-            if first.ndim > 1 and len(first) == 1:
-                first = first.expand(self.rows or 1, *first.shape[1:])
-        elif layer.rule in _LOWERED and torch.is_autocast_enabled(first.device.type):
-            first = first.to(torch.get_autocast_dtype(first.device.type))
-        if args:
-            return (first, *args[1:]), kwargs
-        return args, {**kwargs, layer.input_name: first}
-
-    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        layer = self.layer_of(module)
-        if layer is None:
-            return None
-        for parameter in layer.parameters():
-            parameter.requires_grad_(True)
-        if output is None:  # the layer failed, or checkpointing has seen enough
-            return None
-        if layer.rule is not None and isinstance(output, Tensor):
-            return self.note(layer, layer.rule, _input(layer, args, kwargs), output)
-        return self._note_unit(layer, args, kwargs, output)
+    def receive(self, batch: int, entry: Entry) -> None:
+        """In the backward pass. Examples of an earlier batch have had their turn."""
+        if batch == self.batch:
+            self._entries.append(entry)
+        else:
+            self.late = True
 
     def note(self, layer: Layer, rule: Rule, given: Tensor, output: Tensor) -> Tensor:
         """The output, tied to an entry that its backward pass will make."""
-
-        on_time = self._on_time()
+        batch = self.batch
 
         def receive(saved: tuple[Tensor, ...], gradient: Tensor) -> None:
-            if on_time():
-                self._entries.append(Entry(layer, rule, saved[0], gradient))
+            self.receive(batch, Entry(layer, rule, saved[0], gradient))
 
-        return _Note.apply(_anchor(), receive, True, output, given.detach())
+        return _Note.apply(_ANCHOR, receive, True, output, given.detach())
 
-    def _note_unit(self, layer: Layer, args: Any, kwargs: Any, output: Any) -> Any:
+    def note_unit(self, layer: Layer, args: Any, kwargs: Any, output: Any) -> Any:
+        """The same for a layer without a rule, whose call is repeated by torch.func."""
         call = Call(layer, args, kwargs, self.rows or 0, self._seen.setdefault(layer, {}))
         leaves, shape = pytree.tree_flatten(output)
         for number, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 receive = self._receive_unit(call, number)
-                leaves[number] = _Note.apply(_anchor(), receive, False, leaf, *call.tensors)
+                leaves[number] = _Note.apply(_ANCHOR, receive, False, leaf, *call.tensors)
         return pytree.tree_unflatten(leaves, shape)
 
     def _receive_unit(self, call: Any, number: int) -> Callable[[tuple[Tensor, ...], Tensor], None]:
-        on_time = self._on_time()
+        batch = self.batch
 
         def receive(saved: tuple[Tensor, ...], gradient: Tensor) -> None:
-            if not on_time():
+            if batch != self.batch:
+                self.late = True
                 return
             rows, self.rows = self.rows, None  # what torch.func runs is not recorded
             try:
@@ -203,9 +137,107 @@ class Recorder:
         return receive
 
 
-def _input(layer: Layer, args: Any, kwargs: Any) -> Tensor:
-    """What a rule is told of: the first argument, by place or by name."""
-    return args[0] if args else kwargs[layer.input_name]
+class Recorded:
+    """Takes the place of a layer's `forward` while the run lasts; where nothing is recorded, it is the layer's own."""
+
+    def __init__(self, layer: Layer, recorder: Recorder) -> None:
+        self.layer, self.recorder, self.module = layer, recorder, layer.module
+        self.own = layer.module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # what is noted must be noted each time
+            return _uncompiled(self, args, kwargs)
+        if self.recorder.rows is None or not torch.is_grad_enabled():
+            return self.own(*args, **kwargs)
+        return self.record(args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return plain(memo.get(id(self.module)) or copy.deepcopy(self.module, memo))
+
+    def __reduce__(self) -> Any:
+        return plain, (self.module,)
+
+    def record(self, args: Any, kwargs: Any) -> Any:
+        layer = self.layer
+        if layer.rule is not None:
+            args, kwargs = self._adapt(args, kwargs)
+        parameters = layer.parameters()
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+        try:
+            output = self.own(*args, **kwargs)
+        finally:  # also where checkpointing has seen enough, and stops by an exception
+            for parameter in parameters:
+                parameter.requires_grad_(True)
+        if layer.rule is not None and isinstance(output, Tensor):
+            return self.recorder.note(layer, layer.rule, self._input(args, kwargs), output)
+        return self.recorder.note_unit(layer, args, kwargs, output)
+
+    def _input(self, args: Any, kwargs: Any) -> Tensor:
+        """What a rule is told of: the first argument, by place or by name."""
+        return args[0] if args else kwargs[self.layer.input_name]
+
+    def _adapt(self, args: Any, kwargs: Any) -> Any:
+        """Position numbers once for each example; the input of a convolution in the precision of autocast."""
+        first = self._input(args, kwargs)
+        if self.layer.rule is embedding and first.ndim > 1 and len(first) == 1:
+            first = first.expand(self.recorder.rows or 1, *first.shape[1:])
+        elif self.layer.rule is convolution:
+            first = _lowered(first)
+        else:
+            return args, kwargs
+        return ((first, *args[1:]), kwargs) if args else (args, {**kwargs, self.layer.input_name: first})
+
+
+class RecordedLinear(Recorded):
+    """A linear map and its note in one: most layers of a transformer are such, and each call costs."""
+
+    def record(self, args: Any, kwargs: Any) -> Tensor:
+        return _Linear.apply(self._input(args, kwargs), self, self.recorder.batch, _ANCHOR)
+
+    @property
+    def weight(self) -> Tensor:
+        """(out, in), as torch has it; transformers' Conv1D has (in, out)."""
+        weight: Any = self.module.weight
+        return weight if self.layer.rule is linear else weight.T
+
+
+def replace_forward(layer: Layer, recorder: Recorder) -> None:
+    """Record a layer from now on."""
+    layer.module.forward = (layer.replacement or Recorded)(layer, recorder)
+
+
+def restore_forward(layer: Layer) -> None:
+    """As it was before."""
+    recorded = vars(layer.module).pop("forward", None)
+    if isinstance(recorded, Recorded) and not isinstance(recorded.own, MethodType):
+        layer.module.forward = recorded.own
+
+
+def plain(module: nn.Module) -> Any:
+    """The `forward` of the module's class."""
+    return MethodType(type(module).forward, module)
+
+
+class _Linear(torch.autograd.Function):
+    """x weight' + bias, whose backward pass hands x and the gradient over."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, recorded: RecordedLinear, batch: int, anchor: Tensor) -> Tensor:
+        weight, bias, given = recorded.weight, recorded.module.bias, _lowered(x)
+        if given.dtype != weight.dtype and torch.is_autocast_enabled(x.device.type):
+            weight = weight.to(given.dtype)
+            bias = None if bias is None else bias.to(given.dtype)
+        ctx.save_for_backward(given, weight if x.requires_grad else None)
+        ctx.recorded, ctx.batch = recorded, batch
+        return functional.linear(given, weight, bias)  # type: ignore[arg-type]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        given, weight = ctx.saved_tensors  # once: checkpointing does not give them a second time
+        layer = ctx.recorded.layer
+        ctx.recorded.recorder.receive(ctx.batch, Entry(layer, layer.rule, given, gradient))
+        return gradient @ weight if ctx.needs_input_grad[0] else None, None, None, None
 
 
 class _Note(torch.autograd.Function):
@@ -231,18 +263,13 @@ class _Note(torch.autograd.Function):
         return None, None, None, gradient, *[None] * len(saved)
 
 
-def _outside(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Not in compiled code: what is noted must be noted each time. The way around costs too much elsewhere."""
-    if torch.compiler.is_compiling():
-        return _uncompiled(function, *arguments)
-    return function(*arguments)
+def _lowered(x: Tensor) -> Tensor:
+    """In the precision of autocast: so it takes half the memory."""
+    if torch.is_autocast_enabled(x.device.type):
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
 
 
 @torch.compiler.disable
-def _uncompiled(function: Callable[..., Any], *arguments: Any) -> Any:
-    return function(*arguments)
-
-
-def _anchor() -> Tensor:
-    """Makes the output require a gradient even where neither input nor parameters do."""
-    return torch.empty(0, requires_grad=True)
+def _uncompiled(recorded: Recorded, args: Any, kwargs: Any) -> Any:
+    return recorded(*args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +17,11 @@ class Watch:
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = list(model.named_parameters())
-        self._model, self._modules = model, [id(module) for module in model.modules()]
-        # The dictionaries themselves, as a buffer may come later or be exchanged for another tensor.
+        # The dictionaries themselves, as a module or a buffer may come later or be exchanged for another.
+        self._children = [module._modules for module in model.modules()]
+        self._modules = self._identities()
         self._buffers = [(path, module._buffers) for path, module in model.named_modules()]
-        self._before: dict[str, tuple[int, int]] = {}
+        self._before: list[tuple[int, int]] = []
         self._suspects = suspects(model)
         self._values: dict[str, str] | None = None
 
@@ -30,11 +32,11 @@ class Watch:
 
     def check(self) -> None:
         """Fail if anything has changed since `begin`, or mixes examples by now."""
-        if [id(module) for module in self._model.modules()] != self._modules:
+        if self._identities() != self._modules:
             raise RuntimeError(
                 "model: its modules are others than at the start of the run; make it whole before make_private"
             )
-        changed = [name for name, state in self._state().items() if self._before.get(name) != state]
+        changed = self._changed()
         if self._values is not None:
             changed += [name for name, value in self._sketches().items() if self._values.get(name) != value]
         for name in changed:
@@ -51,8 +53,19 @@ class Watch:
             prefix = f"{path}." if path else ""
             yield from ((f"{prefix}{name}", buffer) for name, buffer in buffers.items() if buffer is not None)
 
-    def _state(self) -> dict[str, tuple[int, int]]:
-        return {name: _version(tensor) for name, tensor in self._tensors()}
+    def _identities(self) -> list[int]:
+        return [id(module) for children in self._children for module in children.values()]
+
+    def _state(self) -> list[tuple[int, int]]:
+        return [(id(tensor), tensor._version) for _, tensor in self._tensors()]
+
+    def _changed(self) -> list[str]:
+        now = self._state()
+        if now == self._before:
+            return []
+        names = [name for name, _ in self._tensors()]
+        both = zip_longest(names, self._before, now, fillvalue=None)
+        return [name or "a buffer" for name, before, after in both if before != after]
 
     @torch.no_grad()
     def _sketches(self) -> dict[str, str]:
@@ -65,7 +78,3 @@ class Watch:
                 f"{numbers.sum(dtype=dtype).item()} {torch.linalg.vector_norm(numbers.to(dtype)).item()}"
             )
         return found
-
-
-def _version(tensor: Tensor) -> tuple[int, int]:
-    return id(tensor), tensor._version

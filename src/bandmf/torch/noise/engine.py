@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -138,26 +138,57 @@ class Engine:
     @torch.no_grad()
     def add(self, state: State, gradients: Mapping[str, torch.Tensor], scale: float) -> State:
         """Add `scale` times the noise of the next step to the gradients, in place; returns the state."""
+        return self.ready(state, gradients, scale)()
+
+    @torch.no_grad()
+    def ready(self, state: State, gradients: Mapping[str, torch.Tensor], scale: float) -> Callable[[], State]:
+        """`add` in two: all checks and preparations now, the addition when the result is called, once.
+
+        So a GPU has work while the host prepares, where something must be waited for in between.
+        """
         self._check(state, gradients)
         scale = _check.real("scale", scale, 0)
         self._prepare(state)
-        step = self.schedule.step(state.step, state.refreshed)
-        state.unfinished = True
-        self._advance(state, step, {name: shards.local(gradients[name]) for name in state.parts}, scale)
-        if step.forward:
-            state.refreshed = state.step
-        state.step += 1
-        state.unfinished = False
-        return state
+        step, number = self.schedule.step(state.step, state.refreshed), state.step
+        advance = self._ready(
+            state, step, {name: shards.local(gradients[name]) for name in state.parts}, scale
+        )
 
-    def _advance(self, state: State, step: Step, gradients: dict[str, torch.Tensor], scale: float) -> None:
+        @torch.no_grad()
+        def add() -> State:
+            _refuse_unfinished(state)
+            if state.step != number:
+                raise RuntimeError(
+                    f"the noise of step {number} was made ready, and the state is at {state.step}"
+                )
+            state.unfinished = True
+            advance()
+            if step.forward:
+                state.refreshed = state.step
+            state.step += 1
+            state.unfinished = False
+            return state
+
+        return add
+
+    def _ready(
+        self, state: State, step: Step, gradients: dict[str, torch.Tensor], scale: float
+    ) -> Callable[[], None]:
         contiguous = {name: tensor.contiguous() for name, tensor in gradients.items()}  # itself where it is
-        for names, executor in state.executors.items():
-            executor.advance(step, [state.parts[name].flat(contiguous[name]) for name in names], scale)
-        for name, gradient in gradients.items():
-            if contiguous[name] is not gradient:
-                gradient.copy_(contiguous[name])
-            state.dtypes[name] = gradient.dtype
+        steps = [
+            executor.ready(step, [state.parts[name].flat(contiguous[name]) for name in names], scale)
+            for names, executor in state.executors.items()
+        ]
+
+        def advance() -> None:
+            for each in steps:
+                each()
+            for name, gradient in gradients.items():
+                if contiguous[name] is not gradient:
+                    gradient.copy_(contiguous[name])
+                state.dtypes[name] = gradient.dtype
+
+        return advance
 
     def _prepare(self, state: State) -> None:
         """The look-ahead pass, if the step that comes needs a new one."""
@@ -176,6 +207,14 @@ class Engine:
         checks.check_names(state.parts, gradients)
         for name, part in state.parts.items():
             gradient = gradients[name]
+            if (
+                type(gradient) is torch.Tensor
+                and gradient.dtype == state.dtypes.get(name)
+                and gradient.shape == part.shape
+                and gradient.is_contiguous()
+                and gradient.device == part.device
+            ):
+                continue  # as at earlier steps; with hundreds of tensors, the rest takes its time
             if not isinstance(gradient, torch.Tensor):
                 raise ValueError(f"gradients[{name!r}]: must be a tensor, not {type(gradient).__name__}")
             gradient = shards.local(gradient)

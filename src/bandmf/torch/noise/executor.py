@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,8 +47,11 @@ class Executor(Protocol):
 
     vectors: Vectors
 
-    def advance(self, step: Step, gradients: list[torch.Tensor], scale: float) -> None:
-        """One step of all slices, whose flat gradients are given in the same order."""
+    def ready(self, step: Step, gradients: list[torch.Tensor], scale: float) -> Callable[[], None]:
+        """What takes one step of all slices, whose flat gradients are given in the same order, when it is called.
+
+        All that the host has to work out is done before.
+        """
 
     def prepare(self, matrix: np.ndarray) -> None:
         """prepared = matrix @ history: the look-ahead pass."""

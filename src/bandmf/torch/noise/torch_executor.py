@@ -8,8 +8,9 @@ threads of Python that both draw are no faster than one; they wait for each othe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,9 @@ class TorchExecutor:
     def __init__(self, secret: bytes, cipher_rounds: int, vectors: Vectors) -> None:
         self.vectors, self._device = vectors, vectors.history.device
         self._drawer = Drawer(secret, cipher_rounds, self._device)
+
+    def ready(self, step: Step, gradients: list[torch.Tensor], scale: float) -> Callable[[], None]:
+        return partial(self.advance, step, gradients, scale)
 
     def advance(self, step: Step, gradients: list[torch.Tensor], scale: float) -> None:
         """One step of all slices, whose flat gradients are given in the same order."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,10 @@ GROUPS = 1  # groups per program of the step kernel: 64 lanes of ChaCha
 STEP_WARPS = 2  # so one lane for each thread
 COLUMNS = 256  # coordinates per program of the outer look-ahead pass
 PASS_WARPS = 4
-LARGE = 1 << 22  # numbers; slices of fewer share a launch
+LARGE = 1 << 24  # numbers; slices of fewer share a launch
 MAX_FORWARD = (INNER["cuda"] or 1) - 1  # prepared rows that a step can add to
+
+Launch = Callable[[], Any]
 
 
 class TritonExecutor:
@@ -33,51 +36,58 @@ class TritonExecutor:
         self._joint = JointLaunches(vectors.slices)
         self._uploaded: tuple[Step, torch.Tensor] | None = None
 
-    def advance(self, step: Step, gradients: list[torch.Tensor], scale: float) -> None:
-        """One step of all slices: one launch for each large one, and one for all others of a dtype."""
-        joint: dict[torch.dtype, list[int]] = {}
+    def ready(self, step: Step, gradients: list[torch.Tensor], scale: float) -> Callable[[], None]:
+        """One launch for each large slice, and one for all others of a dtype."""
+        launches, joint = [], dict[torch.dtype, list[int]]()
         for k, (one, gradient) in enumerate(zip(self.vectors.slices, gradients, strict=True)):
             if one.region.size >= LARGE:
-                self._advance_one(step, one, gradient, scale)
+                launches.append(self._one(step, one, gradient, scale))
             elif one.region.size:
                 joint.setdefault(gradient.dtype, []).append(k)
         for members in joint.values():
-            self._advance_joint(step, members, [gradients[k] for k in members], scale)
+            launches.append(self._together(step, members, [gradients[k] for k in members], scale))
 
-    def _advance_one(self, step: Step, one: Slice, gradient: torch.Tensor, scale: float) -> None:
+        def advance() -> None:
+            with self._on_device():
+                for launch in launches:
+                    launch()
+
+        return advance
+
+    def _one(self, step: Step, one: Slice, gradient: torch.Tensor, scale: float) -> Launch:
         first, last = one.first_group, one.last_group
-        with self._on_device():
-            step_kernel[(triton.cdiv(last - first, GROUPS),)](
-                gradient,
-                one.history if one.history.numel() else gradient,
-                gradient if step.prepared is None else one.prepared[step.prepared :],
-                one.region.size,
-                one.region.start % GROUP,
-                first,
-                one.tensor,
-                *self._numbers(step, one, scale),
-                **self._switches(step),
-            )
+        return partial(
+            step_kernel[(triton.cdiv(last - first, GROUPS),)],
+            gradient,
+            one.history if one.history.numel() else gradient,
+            gradient if step.prepared is None else one.prepared[step.prepared :],
+            one.region.size,
+            one.region.start % GROUP,
+            first,
+            one.tensor,
+            *self._numbers(step, one, scale),
+            **self._switches(step),
+        )
 
-    def _advance_joint(
+    def _together(
         self, step: Step, members: list[int], gradients: list[torch.Tensor], scale: float
-    ) -> None:
+    ) -> Launch:
         rows, owners = self._joint.table(tuple(members), self._upload)
         chosen = [self.vectors.slices[k] for k in members]
         rows[:, 0] = [gradient.data_ptr() for gradient in gradients]
         rows[:, 1] = [one.history.data_ptr() for one in chosen]
         rows[:, 2] = [one.prepared.data_ptr() for one in chosen]
         aligned = not (np.any(rows[:, 0] % 16) or np.any(rows[:, 4] % 16))
-        with self._on_device():
-            joint_step_kernel[(len(owners),)](
-                self._upload(rows.copy()),
-                owners,
-                gradients[0],
-                step.prepared or 0,
-                *self._numbers(step, chosen[0], scale),
-                ALIGNED=aligned,
-                **self._switches(step),
-            )
+        return partial(
+            joint_step_kernel[(len(owners),)],
+            self._upload(rows.copy()),
+            owners,
+            gradients[0],
+            step.prepared or 0,
+            *self._numbers(step, chosen[0], scale),
+            ALIGNED=aligned,
+            **self._switches(step),
+        )
 
     def _numbers(self, step: Step, one: Slice, scale: float) -> tuple[Any, ...]:
         """What a launch is told of a step, beside the slices."""

@@ -117,8 +117,6 @@ class Stepper:
             raise RuntimeError(
                 f"the loader is at step {piece.step}, the run at {self.steps_taken}; iterate the loader anew"
             )
-        if piece.first:
-            self.sums.clear()
         if piece.first or piece.rehearsal:
             self.watch.begin(by_value=piece.rehearsal is not None)
         self.clipping.clear()
@@ -156,6 +154,8 @@ class Stepper:
         piece = self.piece
         self._piece, self._failed = None, True  # until the end: what was added once must not be added again
         self.watch.check()
+        if piece.first:
+            self.sums.clear()
         rows = len(piece.indices)
         scale = (rows if self.mean_loss else 1) / loss_scale
         if piece.rehearsal is not None:
@@ -172,8 +172,9 @@ class Stepper:
         return piece.last
 
     def _release(self, piece: Piece) -> None:
+        add_noise = self.engine.ready(self.noise, self.sums.views, self.scale)
         self._record(piece)
-        self.noise = self.engine.add(self.noise, self.sums.views, self.scale)
+        self.noise = add_noise()
         self.ranks.sum(self.sums.flats)
         self.sums.divide(self.plan.batch_size)
         self.clipping.clear()
@@ -181,7 +182,7 @@ class Stepper:
             parameter.grad = _like(parameter, self.sums.views[name])
 
     def _record(self, piece: Piece) -> None:
-        found = self.ranks.gather((self.sums.finite(), self.sums.digest()))
+        found = self.ranks.gather(self.sums.examine())
         if not all(finite for finite, _ in found):
             raise ValueError(
                 f"step={piece.step}: a gradient is not finite; nothing was released: look for an overflow in the loss"

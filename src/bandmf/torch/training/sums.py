@@ -15,11 +15,13 @@ import torch
 from cryptography.hazmat.primitives.poly1305 import Poly1305
 from torch import Tensor
 
+from bandmf._types import IntArray
 from bandmf.randomness.key import Key
 from bandmf.sampling import Stream
 from bandmf.torch.noise.shards import local
 
 CHUNK = 1 << 22  # words at a time where there is no fused kernel
+_EXPONENT = 0x7F800000  # all ones in NaN and infinity, and only there
 _FIRST, _SECOND = -7046029254386353131, -4658895280553007687  # odd, and mixing all bits
 
 
@@ -38,12 +40,13 @@ class Sums:
             for device, names in groups.items()
         }
         self._allocate()
+        self.clear()
 
     def _allocate(self) -> None:
         self.flats: list[Tensor] = []
         self.views: dict[str, Tensor] = {}
         for device, shapes in self._shapes.items():
-            flat = torch.zeros(sum(shape.numel() for shape in shapes.values()), device=device)
+            flat = torch.empty(sum(shape.numel() for shape in shapes.values()), device=device)
             pieces = flat.split([shape.numel() for shape in shapes.values()])
             self.views |= {n: piece.view(shapes[n]) for n, piece in zip(shapes, pieces, strict=True)}
             self.flats.append(flat)
@@ -62,44 +65,50 @@ class Sums:
             flat.div_(by)
         self._lent = True
 
-    def finite(self) -> bool:
-        """Whether all numbers are; without memory of their size."""
-        filled = [flat for flat in self.flats if len(flat)]
-        return all(bool(torch.isfinite(torch.stack(torch.aminmax(flat))).all()) for flat in filled)
-
-    def digest(self) -> bytes:
-        """A keyed digest of every bit, for the ledger to hash once more.
+    def examine(self) -> tuple[bool, bytes]:
+        """Whether all numbers are finite, and a keyed digest of every bit, for the ledger to hash once more.
 
         Poly1305 on the CPU, at memory speed; elsewhere of a fingerprint made where the numbers are.
         """
-        found = Poly1305(self._secret)
+        digest, finite = Poly1305(self._secret), True
         for flat in self.flats:
-            words = flat.view(torch.int32)
-            found.update(
-                words.numpy().view(np.uint8).data if words.is_cpu else fingerprint(words, self._seeds)
-            )
-        return found.finalize()
+            if flat.is_cpu:
+                digest.update(flat.numpy().view(np.uint8).data)
+                finite = finite and _finite(flat)
+            else:
+                totals = fingerprint(flat.view(torch.int32), self._seeds)
+                digest.update(totals[:2].tobytes())
+                finite = finite and not totals[2]
+        return finite, digest.finalize()
+
+
+def _finite(numbers: Tensor) -> bool:
+    """Without memory of their size."""
+    return not len(numbers) or bool(torch.isfinite(torch.stack(torch.aminmax(numbers))).all())
 
 
 # --- the digest of sums on a GPU ------------------------------------------------------------------------
 
 
-def fingerprint(words: Tensor, seeds: tuple[int, int], kernels: str | None = None) -> bytes:
-    """128 bits for the ledger to hash once more, in one pass over int32 words where they are.
+def fingerprint(words: Tensor, seeds: tuple[int, int], kernels: str | None = None) -> IntArray:
+    """128 bits, as two numbers, for the ledger to hash once more, and how many words are no finite float32.
+
+    In one pass over int32 words where they are, with one wait for the result.
 
     Two sums, modulo 2^64, of all words times odd numbers that depend on `seeds`, secret numbers below 2^62, and on the
     place of the word. Not cryptographic: it tells apart sums that differ by accident, which is all that replays need.
     """
     fused = words.is_cuda and find_spec("triton") is not None if kernels is None else kernels == "triton"
-    totals = torch.zeros(2, dtype=torch.int64, device=words.device)
+    totals = torch.zeros(3, dtype=torch.int64, device=words.device)
     if fused:
         _fused(words, seeds, totals)
     else:
         for begin in range(0, len(words), CHUNK):
             part = words[begin : begin + CHUNK].to(torch.int64) & 0xFFFFFFFF
             places = torch.arange(begin, begin + len(part), device=words.device)
-            totals += torch.stack([(part * _weights(places + seed)).sum() for seed in seeds])
-    return totals.cpu().numpy().tobytes()
+            bad = (part & _EXPONENT) == _EXPONENT
+            totals += torch.stack([*((part * _weights(places + seed)).sum() for seed in seeds), bad.sum()])
+    return totals.cpu().numpy()
 
 
 def _weights(numbers: Tensor) -> Tensor:
