@@ -143,6 +143,7 @@ class Recorded:
     def __init__(self, layer: Layer, recorder: Recorder) -> None:
         self.layer, self.recorder, self.module = layer, recorder, layer.module
         self.own = layer.module.forward
+        self.before = vars(layer.module).get("forward")  # None: that of its class
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # what is noted must be noted each time
@@ -210,8 +211,8 @@ def replace_forward(layer: Layer, recorder: Recorder) -> None:
 def restore_forward(layer: Layer) -> None:
     """As it was before."""
     recorded = vars(layer.module).pop("forward", None)
-    if isinstance(recorded, Recorded) and not isinstance(recorded.own, MethodType):
-        layer.module.forward = recorded.own
+    if isinstance(recorded, Recorded) and recorded.before is not None:
+        layer.module.forward = recorded.before
 
 
 def plain(module: nn.Module) -> Any:

@@ -1,0 +1,109 @@
+"""While a run lasts, layers are recorded by what takes the place of their `forward`; a user should not notice."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
+
+from bandmf.torch.clipping import make_clipping
+from private_loops import outcome, plain, private_of, small_net, trained_weights, vectors
+
+
+def triple_outputs(model):
+    for layer in (model[0], model[2]):
+        layer.register_forward_hook(lambda _, __, output: 3 * output)
+    return model
+
+
+class Tripled(nn.Module):
+    """The same without hooks, for comparison."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = small_net()
+
+    def forward(self, x):
+        first, activation, norm, last = self.layers
+        return last(3 * norm(activation(3 * first(x))))
+
+
+def test_forward_hooks_of_the_user_work_as_they_did():
+    expected = outcome(Tripled(), vectors(), "hooks")
+    found = outcome(triple_outputs(small_net()), vectors(), "bookkeeping")
+    assert expected.refused is found.refused is None
+    torch.testing.assert_close(found.total, expected.total, rtol=1e-5, atol=1e-6)
+
+
+def test_calling_forward_itself_is_the_same_as_calling_the_layer():
+    def loop(private, batch):
+        x, y = batch
+        for layer in private.model:
+            x = layer.forward(x)
+        functional.cross_entropy(x, y).backward()
+        private.optimizer.step()
+
+    expected = outcome(small_net(), vectors(), "bookkeeping", plain)
+    found = outcome(small_net(), vectors(), "bookkeeping", loop)
+    assert found.refused is None
+    assert torch.equal(found.total, expected.total)
+
+
+def test_the_forward_of_a_class_called_by_hand_is_refused():
+    """It goes around what records, so its gradient would be lost."""
+
+    def loop(private, batch):
+        x, y = batch
+        half = nn.Linear.forward(private.model[0], x)
+        functional.cross_entropy(private.model[1:](half), y).backward()
+        private.optimizer.step()
+
+    assert "0.weight" in outcome(small_net(), vectors(), "bookkeeping", loop, self_test=False).refused
+
+
+def test_a_layer_with_a_forward_of_its_own_that_its_rule_does_not_describe_is_refused():
+    model = small_net()
+    model[0].forward = types.MethodType(lambda layer, x: 2 * nn.Linear.forward(layer, x), model[0])
+    private = private_of(model, vectors(), clipping="bookkeeping")
+    with pytest.raises((RuntimeError, ValueError), match=r"0\.(weight|bias)"):
+        trained_weights(private)
+    assert private.steps_taken == 0
+
+
+def test_removing_the_clipping_leaves_every_layer_as_it_was():
+    model = small_net()
+    own = types.MethodType(nn.Linear.forward, model[0])
+    model[0].forward = own
+    before = [dict(vars(layer)) for layer in model]
+    clipping = make_clipping("bookkeeping", model, dict(model.named_parameters()), 1.0, False)
+    assert all("forward" in vars(layer) for layer in (model[0], model[2], model[3]))
+    clipping.remove()
+    assert [{**vars(layer)} for layer in model] == before
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    "first", [lambda: nn.Linear(6, 8), lambda: Conv1D(8, 6), lambda: nn.Linear(6, 8, bias=False)]
+)
+def test_a_recorded_linear_layer_computes_what_it_did_before(first, dtype):
+    """Output, and the gradient of the input, in whatever precision autocast has."""
+    torch.manual_seed(3)
+    model = nn.Sequential(first(), nn.Tanh(), nn.Linear(8, 2))
+    given = torch.randn(5, 3, 6, requires_grad=True)
+
+    def both():
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):
+            output = model(given)
+        (gradient,) = torch.autograd.grad(output.float().square().sum(), given)
+        return output, gradient
+
+    expected = both()
+    clipping = make_clipping("bookkeeping", model, dict(model.named_parameters()), 1.0, False)
+    clipping.record(5)
+    for found, wanted in zip(both(), expected, strict=True):
+        assert found.dtype == wanted.dtype
+        torch.testing.assert_close(found, wanted)
