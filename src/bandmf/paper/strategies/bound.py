@@ -1,0 +1,117 @@
+"""Appendix "Theoretical guarantees": the bound on the banded square root, and who inherits it.
+
+The appendix states it of the Frobenius norm, where a factor 1 / sqrt(n) is missing: it is a bound on the RMSE.
+"""
+
+from __future__ import annotations
+
+import math
+
+from matplotlib.figure import Figure
+
+from bandmf import optimize, plots, strategies
+from bandmf.error import rmse
+from bandmf.paper.experiment import Claim, Experiment, Point, Verdict, not_judged
+from bandmf.paper.table import Row, Table
+
+BANDS = (2, 4, 16, 64, 256, 1024)
+SHARES = (1, 4, 16, 256, 4096, 2**20)  # steps for each band
+FULL = tuple(4**k for k in range(2, 10))  # as many bands as steps
+
+
+def points(quick: bool) -> list[Point]:
+    if quick:
+        return [{"steps": n, "bands": b} for b in (2, 4) for n in (4, 64)]
+    pairs = {(b * share, b) for b in BANDS for share in SHARES} | {(n, n) for n in FULL}
+    return [{"steps": n, "bands": b} for n, b in sorted(pairs)]
+
+
+def compute(steps: int, bands: int) -> list[Row]:
+    root = rmse(strategies.banded_square_root(steps, bands))
+    row: Row = {"steps": steps, "bands": bands, "root": root, "optimized": None}
+    if bands <= BANDS[-1]:
+        row["optimized"] = optimize.banded_toeplitz(steps, bands, normalize_columns=False).rmse
+    return [row]
+
+
+def _constant(row: Row) -> float:
+    """RMSE of the square root over sqrt(n log b / b)."""
+    n, b = float(row["steps"] or 0), float(row["bands"] or 0)
+    return float(row["root"] or 0) / math.sqrt(n * math.log(b) / b)
+
+
+def bounded(table: Table) -> Verdict:
+    """O(...): as the steps or the bands grow without end, the constant stays below that of the smallest sizes.
+
+    Two ways to grow: many steps for each band, and as many bands as steps.
+    """
+    full = Table(row for row in table if row["steps"] == row["bands"])
+    wide = Table(row for row in table if row["steps"] >= 16 * row["bands"])
+    if len(full) < len(FULL):
+        return not_judged
+    start = max(_constant(row) for row in wide.where(bands=BANDS[0]))
+    most = max(_constant(row) for row in wide)
+    number = f"RMSE / sqrt(n log b / b) at most {most:.2f} for n >= 16 b"
+    if most > start:
+        return Verdict("does not hold", number, f"it grows with the bands, from {start:.2f} on")
+    ends = [_constant(row) for row in sorted(full, key=lambda row: row["steps"])][-2:]
+    if ends[1] <= ends[0]:
+        return Verdict("holds", number)
+    remark = (
+        f"with as many bands as steps it grows without end: {_constant(min(full, key=lambda r: r['steps'])):.2f} "
+        f"at n={min(full.column('steps'))}, {ends[1]:.2f} at n={max(full.column('steps'))}, since the RMSE is then "
+        "near log(n) / pi; the bound needs a term of order log b beside the one printed"
+    )
+    return Verdict("holds with a remark", number, remark)
+
+
+def never_worse(table: Table) -> Verdict:
+    rows = Table(row for row in table if row["optimized"] is not None)
+    if len(rows) < len(BANDS) * len(SHARES):
+        return not_judged
+    ratios = [row["optimized"] / row["root"] for row in rows]
+    number = f"{min(ratios):.3f} to {max(ratios):.3f} times the square root's, in {len(rows)} settings"
+    if max(ratios) <= 1 + 1e-12:
+        return Verdict("holds", number)
+    worst = rows[ratios.index(max(ratios))]
+    return Verdict("does not hold", number, f"worse at n={worst['steps']}, b={worst['bands']}")
+
+
+def draw(table: Table) -> Figure:
+    figure, (axis,) = plots.panels(1, width=6.4)
+    for bands in [b for b in BANDS if table.where(bands=b)]:
+        rows = table.where(bands=bands)
+        curve = [(row["steps"] / row["bands"], _constant(row)) for row in rows]
+        axis.plot(*zip(*curve, strict=True), marker="o", markersize=4, label=f"{bands} bands")
+    full = [row for row in table if row["steps"] == row["bands"]]
+    if full:
+        axis.plot([1] * len(full), [_constant(row) for row in full], "k_", label="as many bands as steps")
+    axis.set(xscale="log", xlabel="steps for each band", ylabel="RMSE / sqrt(n log b / b)")
+    axis.set_title("The banded square root over its bound")
+    axis.set_ylim(bottom=0)
+    axis.legend(frameon=False, fontsize=8)
+    return figure
+
+
+EXPERIMENT = Experiment(
+    name="bound",
+    title="The theoretical bound",
+    place='Appendix "Theoretical guarantees"',
+    points=points,
+    compute=compute,
+    draw=draw,
+    claims=(
+        Claim(
+            "bound",
+            "The RMSE of the banded square root is of the order sqrt(n log b / b).",
+            'Appendix "Theoretical guarantees", restated proposition',
+            bounded,
+        ),
+        Claim(
+            "bound-inherited",
+            "An optimized Toeplitz strategy is never worse than the banded square root, so it inherits the bound.",
+            'Appendix "Theoretical guarantees", second proposition',
+            never_worse,
+        ),
+    ),
+)
