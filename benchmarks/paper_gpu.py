@@ -3,8 +3,8 @@
     PYTHONPATH=src python benchmarks/paper_gpu.py --machine H200 --out timing.csv       (about two minutes)
 
 Three ways: `operations`, an operation of the framework for each step; `kernel`, one Triton program that runs through
-all steps and keeps the last outputs in registers, which is as fast as one sequence gets on a GPU; and `filter`, compiled
-code on the CPU. Rows are printed, and written as CSV for src/bandmf/paper/recorded.
+all steps and keeps the last outputs in registers; and `filter`, compiled code on the CPU. Rows are printed, and written
+as CSV for src/bandmf/paper/recorded.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ best for those as well.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -177,7 +179,7 @@ def _reversals(
     lines: dict[int, list[tuple[int, int]]] = {}
     for place in sorted(values, key=lambda place: place[along]):
         lines.setdefault(place[1 - along], []).append(place)
-    pairs = [pair for line in lines.values() for pair in zip(line, line[1:], strict=False)]
+    pairs = [pair for line in lines.values() for pair in pairwise(line)]
     return [(m, k) for m, k in pairs if sign * (values[k] - values[m]) <= 0]
 
 
@@ -221,11 +223,9 @@ def draw(table: Table) -> Figure:
     left.legend(frameon=False, fontsize=8)
     values = _of_best_banded(table)
     for bands in sorted({b for _, b in values}):
-        curve = sorted((n, value) for (n, b), value in values.items() if b == bands)
-        right.plot(*zip(*[(n, 100 * value) for n, value in curve], strict=True), marker="o", markersize=4)
-        right.annotate(
-            f"b={bands}", (curve[-1][0], 100 * curve[-1][1]), (5, 0), textcoords="offset points", fontsize=8
-        )
+        line = sorted((n, 100 * value) for (n, b), value in values.items() if b == bands)
+        right.plot(*zip(*line, strict=True), marker="o", markersize=4)
+        right.annotate(f"b={bands}", line[-1], (5, 0), textcoords="offset points", fontsize=8)
     right.set(xscale="log", xlabel="steps", ylabel="percent above the best banded strategy")
     right.set_title("Toeplitz strategies, columns normalized")
     right.set_ylim(bottom=0)

@@ -6,6 +6,8 @@ many; `optimize.banded_toeplitz(terms=m)` has the right number.
 
 from __future__ import annotations
 
+import math
+
 from matplotlib.figure import Figure
 
 from bandmf import optimize, plots
@@ -31,16 +33,14 @@ def _cutoffs(bands: int) -> list[int]:
 
 def compute(steps: int, bands: int, objective: str, cutoff: int) -> list[Row]:
     best = optimize.banded_toeplitz(steps, bands, objective=objective, normalize_columns=False)
-    found = optimize.banded_toeplitz(steps, bands, objective=objective, normalize_columns=False, terms=cutoff)
-    return [
-        {
-            "steps": steps,
-            "bands": bands,
-            "objective": objective,
-            "cutoff": cutoff,
-            "ratio": found.objective / best.objective,
-        }
-    ]
+    row: Row = {"steps": steps, "bands": bands, "objective": objective, "cutoff": cutoff, "ratio": None}
+    try:
+        found = optimize.banded_toeplitz(
+            steps, bands, objective=objective, normalize_columns=False, terms=cutoff
+        )
+    except ValueError:  # so early a cut-off does not see that the strategy it prefers never settles
+        return [row]
+    return [row | {"ratio": found.objective / best.objective}]
 
 
 def cutoffs(table: Table) -> Verdict:
@@ -60,7 +60,7 @@ def square_is_enough(table: Table) -> Verdict:
     rows = Table(row for row in table if row["cutoff"] == row["bands"] ** 2 and row["steps"] >= 2**16)
     if len(rows) < len(CASES):
         return not_judged
-    losses = {(row["steps"], row["bands"]): row["ratio"] - 1 for row in rows}
+    losses = {(row["steps"], row["bands"]): (row["ratio"] or math.inf) - 1 for row in rows}
     number = ", ".join(f"{loss:.1e} at n={n:.2g}, b={b}" for (n, b), loss in losses.items())
     worst = max(losses, key=lambda place: losses[place])
     if losses[worst] <= 1e-6:
@@ -75,9 +75,9 @@ def draw(table: Table) -> Figure:
     figure, (axis,) = plots.panels(1, width=6.4)
     for n, b in sorted({(row["steps"], row["bands"]) for row in table}):
         rows = table.where(steps=n, bands=b)
-        squares = [(row["cutoff"], max(row["ratio"] - 1, 1e-16)) for row in rows]
+        curve = [(row["cutoff"], max(row["ratio"] - 1, 1e-16)) for row in rows if row["ratio"] is not None]
         axis.loglog(
-            *zip(*squares, strict=True),
+            *zip(*curve, strict=True),
             marker="o",
             markersize=4,
             label=f"n={n:,}, {b} bands, {rows[0]['objective']} error",

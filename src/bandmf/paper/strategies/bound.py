@@ -36,8 +36,7 @@ def compute(steps: int, bands: int) -> list[Row]:
 
 def _constant(row: Row) -> float:
     """RMSE of the square root over sqrt(n log b / b)."""
-    n, b = float(row["steps"] or 0), float(row["bands"] or 0)
-    return float(row["root"] or 0) / math.sqrt(n * math.log(b) / b)
+    return row["root"] / math.sqrt(row["steps"] * math.log(row["bands"]) / row["bands"])
 
 
 def bounded(table: Table) -> Verdict:
@@ -54,15 +53,21 @@ def bounded(table: Table) -> Verdict:
     number = f"RMSE / sqrt(n log b / b) at most {most:.2f} for n >= 16 b"
     if most > start:
         return Verdict("does not hold", number, f"it grows with the bands, from {start:.2f} on")
-    ends = [_constant(row) for row in sorted(full, key=lambda row: row["steps"])][-2:]
-    if ends[1] <= ends[0]:
+    least = min(full, key=_constant)
+    before, last = sorted(full, key=lambda row: row["steps"])[-2:]
+    if _constant(last) <= _constant(before):
         return Verdict("holds", number)
     remark = (
-        f"with as many bands as steps it grows without end: {_constant(min(full, key=lambda r: r['steps'])):.2f} "
-        f"at n={min(full.column('steps'))}, {ends[1]:.2f} at n={max(full.column('steps'))}, since the RMSE is then "
-        "near log(n) / pi; the bound needs a term of order log b beside the one printed"
+        f"with as many bands as steps it keeps growing, from {_constant(least):.2f} at n={least['steps']} to "
+        f"{_constant(last):.2f} at n={last['steps']}: there the RMSE is {last['root'] / _logarithm(last):.2f} "
+        f"log(n) / pi, at n={before['steps']} {before['root'] / _logarithm(before):.2f}; the bound needs a term of "
+        "the order log b beside the one printed"
     )
     return Verdict("holds with a remark", number, remark)
+
+
+def _logarithm(row: Row) -> float:
+    return math.log(row["steps"]) / math.pi
 
 
 def never_worse(table: Table) -> Verdict:

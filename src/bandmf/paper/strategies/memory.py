@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from bandmf import plots, strategies, workloads
 from bandmf.noise.schedule import BYTES_PER_NUMBER
-from bandmf.paper.experiment import Claim, Experiment, Point, Verdict, not_judged
+from bandmf.paper.experiment import Claim, Experiment, Point, Verdict
 from bandmf.paper.table import Row, Table
 from bandmf.planning.setup import Setup
 
@@ -116,8 +116,6 @@ def hundreds(table: Table) -> Verdict:
 
 def overhead(table: Table) -> Verdict:
     """b times: the vectors kept for b bands are b, within a tenth; independent noise keeps none but its own."""
-    if not table:
-        return not_judged
     kept = {row["bands"]: _vectors(row) for row in table}
     number = ", ".join(f"{vectors:g} vectors for {bands} bands" for bands, vectors in sorted(kept.items()))
     if all(abs(vectors / bands - 1) <= ROUGHLY for bands, vectors in kept.items()):
@@ -126,8 +124,7 @@ def overhead(table: Table) -> Verdict:
 
 
 def _vectors(row: Row) -> float:
-    total = float(row["bytes"] or 0) * float(row["machines"] or 0)
-    return total / (BYTES_PER_NUMBER * float(row["parameters"] or 1))
+    return row["bytes"] * row["machines"] / (BYTES_PER_NUMBER * row["parameters"])
 
 
 def draw(table: Table) -> Figure:

@@ -26,7 +26,7 @@ MOMENTUM = 0.9  # a workload with two buffers
 
 
 def points(quick: bool) -> list[Point]:
-    found = []
+    found: list[Point] = []
     for kind, (n, b) in MIDDLE.items():
         steps, bands, n = ((32, 64), (2, 4), 64) if quick else (STEPS[kind], BANDS, n)
         pairs = dict.fromkeys([(m, min(b, bands[-1])) for m in steps] + [(n, c) for c in bands])
