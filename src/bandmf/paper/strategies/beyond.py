@@ -189,7 +189,7 @@ EXPERIMENT = Experiment(
     claims=(
         Claim(
             "general-million",
-            "General banded strategies are optimized for a million steps, ten times as many as in the paper, and proved "
+            "General banded strategies are optimized for a million steps, ten times the paper's limit, and proved "
             "to be within one percent of the best.",
             "beyond the paper",
             million,
