@@ -15,6 +15,7 @@ from bandmf import optimize, plots, strategies
 from bandmf.error import rmse
 from bandmf.optimize import Solution
 from bandmf.paper.experiment import Claim, Experiment, Point, Verdict, not_judged
+from bandmf.paper.strategies.ticks import plain
 from bandmf.paper.table import Row, Table
 
 EXPLICIT = "explicit (prior work)"
@@ -229,6 +230,8 @@ def draw(table: Table) -> Figure:
     right.set(xscale="log", xlabel="steps", ylabel="percent above the best banded strategy")
     right.set_title("Toeplitz strategies, columns normalized")
     right.set_ylim(bottom=0)
+    plain(left, "x", table.where(bands=shown).column("steps"))
+    plain(right, "x", [n for n, _ in values])
     return figure
 
 

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from bandmf import optimize, plots
 from bandmf.paper.experiment import Claim, Experiment, Point, Verdict, not_judged
+from bandmf.paper.strategies.ticks import plain
 from bandmf.paper.table import Row, Table
 
 CASES = ((2**16, 64, "max"), (10**9, 16, "mean"))  # the paper's own example; one far beyond it
@@ -83,6 +84,7 @@ def draw(table: Table) -> Figure:
             label=f"n={n:,}, {b} bands, {rows[0]['objective']} error",
         )
     axis.set(xlabel="steps of the response that are followed", ylabel="RMSE lost, relative")
+    plain(axis, "x", table.column("cutoff"))
     axis.set_title("Optimized for the cut-off loss")
     axis.legend(frameon=False)
     return figure

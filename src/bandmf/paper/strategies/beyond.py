@@ -13,6 +13,7 @@ from bandmf.error import per_step_error
 from bandmf.optimize.certificate import optimality_gap
 from bandmf.optimize.objectives import Objective
 from bandmf.paper.experiment import Claim, Experiment, Point, Verdict, not_judged
+from bandmf.paper.strategies.ticks import plain
 from bandmf.paper.table import Row, Table
 from bandmf.workloads import prefix
 
@@ -172,7 +173,9 @@ def draw(table: Table) -> Figure:
             axis.loglog(*zip(*curve, strict=True), marker="o", markersize=4, label=f"{bands} bands")
     for axis in (left, right):
         axis.set(xlabel="steps", ylabel="percent less error")
-        axis.set_ylim(bottom=1e-7)
+        axis.set_ylim(bottom=1e-7, top=3)
+        plain(axis, "x", rows.column("steps"))
+        plain(axis, "y", (1e-7, 1))
     left.set_title("By normalizing columns")
     right.set_title("By optimizing as normalized")
     left.legend(frameon=False, fontsize=8)

@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 from bandmf import optimize, plots, strategies, workloads
 from bandmf.error import rmse
 from bandmf.paper.experiment import Claim, Experiment, Point, Verdict, not_judged
+from bandmf.paper.strategies.ticks import plain
 from bandmf.paper.table import Row, Table
 
 STEPS, BANDS, MOMENTA = (256, 1024, 4096), (4, 16, 64), (0.0, 0.9, 0.95)
@@ -95,8 +96,7 @@ def draw(table: Table) -> Figure:
         places = [(n, value) for (n, b), value in sorted(_losses(table).items()) if b == bands]
         axis.plot(*zip(*[(n, 100 * v) for n, v in places], strict=True), marker="o", label=f"{bands} bands")
     axis.set(xscale="log", xlabel="steps", ylabel="percent more error, at most")
-    axis.set_xticks(table.values("steps"), [f"{n:,}" for n in table.values("steps")])
-    axis.set_xticks([], minor=True)
+    plain(axis, "x", table.column("steps"))
     axis.set_ylim(bottom=0)
     axis.set_title("Optimized for running sums, used with momentum")
     axis.legend(frameon=False)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 from matplotlib.figure import Figure
 
 from bandmf import optimize, plots
 from bandmf.paper.experiment import Claim, Experiment, Point, Verdict, not_judged
+from bandmf.paper.strategies.ticks import plain
 from bandmf.paper.table import Row, Table
 
 BANDS = (4, 16, 64, 256)
@@ -69,10 +68,7 @@ def draw(table: Table) -> Figure:
             rows.column("steps"), rows.column("ratio"), marker="o", markersize=4, label=f"{bands} bands"
         )
     axis.set(xscale="log", xlabel="steps", ylabel="RMSE over the best Toeplitz strategy's")
-    low, high = math.log2(min(table.column("steps"))), math.log2(max(table.column("steps")))
-    ticks = [2**k for k in range(round(low), round(high) + 1, 4 if high - low > 8 else 1)]
-    axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    axis.set_xticks([], minor=True)
+    plain(axis, "x", table.column("steps"))
     axis.set_title("Coefficients 1/i + c, with the best c")
     axis.legend(frameon=False)
     return figure
@@ -95,7 +91,7 @@ EXPERIMENT = Experiment(
         ),
         Claim(
             "one-parameter-steps",
-            "The approximation by 1/i + c is better the more steps there are for each band.",
+            "The approximation by 1/i + c is particularly good with many steps for each band.",
             'Appendix "Near-optimal banded Toeplitz strategies without gradients"',
             better_with_steps,
         ),

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from bandmf import plots, strategies, workloads
 from bandmf.error.toeplitz import ToeplitzError, mean_weights
 from bandmf.paper.experiment import Claim, Experiment, Point, Verdict, not_judged
+from bandmf.paper.strategies.ticks import plain
 from bandmf.paper.strategies.timing import streamed_errors
 from bandmf.paper.table import Row, Table
 
@@ -152,6 +153,8 @@ def draw(table: Table) -> Figure:
             curve = sorted((n, value / scale) for n, value in curve)
             axis.plot(*zip(*curve, strict=True), marker="o", markersize=4, label=kind)
         axis.set(xscale="log", yscale="log", xlabel="steps", ylabel=label)
+        plain(axis, "x", table.column("steps"))
+        plain(axis, "y", [row[column] / (1e6 if column == "bytes" else 1) for row in table])
         axis.legend(frameon=False, fontsize=8)
     axes[0].set_title("Cost of an evaluation, 32 bands")
     return figure

@@ -20,6 +20,7 @@ from bandmf.optimize.banded import NormalizedLoss
 from bandmf.optimize.dense import BandSearch, Classes, squared_errors
 from bandmf.optimize.objectives import Objective
 from bandmf.paper.experiment import Claim, Experiment, Point, Verdict, not_judged
+from bandmf.paper.strategies.ticks import plain
 from bandmf.paper.table import Row, Table
 
 EXPLICIT, STREAMED, BANDED, TOEPLITZ = "explicit", "streamed rows", "general banded", "Toeplitz"
@@ -205,6 +206,9 @@ def draw(table: Table) -> Figure:
         axis.axhline(LIMIT, color="#777777", linewidth=0.8)
         axis.set(xscale="log", yscale="log", xlabel="steps", ylabel="seconds")
         axis.legend(frameon=False, fontsize=8)
+        used = [row for row in table if row["family"] in families]
+        plain(axis, "x", [row["steps"] for row in used])
+        plain(axis, "y", [LIMIT, *(row["loss_seconds"] for row in used)])
     left.set_title(f"General banded, {BANDS} bands, one core")
     right.set_title(f"Toeplitz, {BANDS} bands")
     return figure
