@@ -91,8 +91,7 @@ def draw(table: Table) -> Figure:
     for bands in [b for b in BANDS if table.where(bands=b)]:
         rows = table.where(bands=bands)
         curve = [(row["steps"] / row["bands"], _constant(row)) for row in rows]
-        left.plot(*zip(*curve, strict=True), marker="o", markersize=4)
-        left.annotate(f"b={bands}", curve[-1], (5, -3), textcoords="offset points", fontsize=8)
+        left.plot(*zip(*curve, strict=True), marker="o", markersize=4, label=f"{bands} bands")
     left.set(xscale="log", xlabel="steps for each band", ylabel="RMSE / sqrt(n log b / b)")
     plain(left, "x", [row["steps"] / row["bands"] for row in table])
     full = sorted((row["steps"], _constant(row)) for row in table if row["steps"] == row["bands"])
@@ -103,6 +102,7 @@ def draw(table: Table) -> Figure:
     right.set(xlabel="steps, and as many bands")
     for axis in (left, right):
         axis.set_ylim(0, 1.6)
+    left.legend(frameon=False, ncols=2)
     left.set_title("The banded square root over its bound")
     right.set_title("As many bands as steps")
     return figure

@@ -29,8 +29,8 @@ BANDS, LIMIT = 16, 60.0
 SIZES = {
     EXPLICIT: (256, 4096),
     STREAMED: (1024, 2**20),
-    BANDED: (1024, 2**21),
-    TOEPLITZ: (2**16, 2**26),
+    BANDED: (1024, 2**20),
+    TOEPLITZ: (2**15, 2**25),
 }
 CPU, GPU = "CPU", "H200"
 
@@ -110,7 +110,7 @@ def _seconds(work: Work) -> float:
 
 
 def reach(table: Table, family: str, column: str = "both_seconds") -> float:
-    """The steps at which the limit is met, by the slope of the last two sizes; those measured if they are more."""
+    """The steps at which the limit is met, by the slope of the last two sizes."""
     rows = table.where(family=family, machine=CPU)
     (n0, t0), (n1, t1) = [(row["steps"], row[column]) for row in rows][-2:]
     slope = math.log(t1 / t0) / math.log(n1 / n0)
