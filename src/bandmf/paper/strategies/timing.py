@@ -180,7 +180,7 @@ def cpu_faster(table: Table) -> Verdict:
     if not gpu or not _complete(table):
         return not_judged
     quickest = {n: min(gpu.where(steps=n).column("both_seconds")) for n in gpu.values("steps")}
-    n = max(quickest)
+    n = max(n for n in quickest if n <= max(cpu.column("steps")))
     logs = np.interp(math.log(n), np.log(cpu.column("steps")), np.log(cpu.column("both_seconds")))
     ratio = quickest[n] / math.exp(logs)
     number = f"{ratio:.0f} times faster on one CPU core than on the GPU ({GPU}), at n = {n:,}"
@@ -192,16 +192,13 @@ def cpu_faster(table: Table) -> Verdict:
 def draw(table: Table) -> Figure:
     figure, (left, right) = plots.panels(2)
     for axis, families in ((left, (BANDED, STREAMED, EXPLICIT)), (right, (TOEPLITZ,))):
-        curves = [(family, machine) for family in families for machine in (CPU, GPU)]
-        for color, (family, machine) in zip(plots.COLORS, _present(table, curves), strict=False):
-            rows = sorted(table.where(family=family, machine=machine), key=lambda row: row["steps"])
+        for color, (name, rows) in zip(plots.COLORS, _curves(table, families).items(), strict=False):
             for column, style in (("loss_seconds", "-"), ("both_seconds", "--")):
-                curve = [(row["steps"], row[column]) for row in rows if row[column] is not None]
+                curve = sorted((row["steps"], row[column]) for row in rows if row[column] is not None)
                 if curve:
                     what = "loss" if column == "loss_seconds" else "loss and gradient"
-                    name = f"{family}, {what}" + (f", {machine}" if axis is right else "")
                     axis.plot(
-                        *zip(*curve, strict=True), style, color=color, marker="o", markersize=3.5, label=name
+                        *zip(*curve, strict=True), style, color=color, marker="o", label=f"{name}, {what}"
                     )
         axis.axhline(LIMIT, color="#777777", linewidth=0.8)
         axis.set(xscale="log", yscale="log", xlabel="steps", ylabel="seconds")
@@ -214,8 +211,18 @@ def draw(table: Table) -> Figure:
     return figure
 
 
-def _present(table: Table, curves: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    return [(family, machine) for family, machine in curves if table.where(family=family, machine=machine)]
+def _curves(table: Table, families: tuple[str, ...]) -> dict[str, Table]:
+    """By family on the CPU, where there are several; else by machine, and by way of doing it on the GPU."""
+    if len(families) > 1:
+        found = {family: table.where(family=family, machine=CPU) for family in families}
+    else:
+        rows = table.where(family=families[0])
+        found = {CPU: rows.where(machine=CPU)}
+        found |= {
+            f"{GPU} ({way})": rows.where(machine=GPU, way=way)
+            for way in rows.where(machine=GPU).values("way")
+        }
+    return {name: rows for name, rows in found.items() if rows}
 
 
 EXPERIMENT = Experiment(
