@@ -135,7 +135,7 @@ def root_quarter(table: Table) -> Verdict:
     curve = [value for _, value in sorted(excess(table, ROOT, bands=BANDS).items())]
     if len(curve) < len(STEPS):
         return not_judged
-    number = f"{curve[0]:.1%} at n={STEPS[0]}, rising to {curve[-1]:.1%} at n={STEPS[-1]:.0e}"
+    number = f"{curve[0]:.1%} at n={STEPS[0]}, rising to {curve[-1]:.1%} at n={STEPS[-1]:,}"
     if not (0.23 <= max(curve) <= 0.25 and np.all(np.diff(curve) > 0)):
         return Verdict("does not hold", number, "outside 23 to 25 percent, or not rising")
     others = excess(table, ROOT)
@@ -164,7 +164,7 @@ def toeplitz_trend(table: Table) -> Verdict:
         return not_judged
     by_bands = _reversals(values, along=1, sign=1)
     by_steps = _reversals(values, along=0, sign=-1)
-    number = f"{len(by_bands)} exceptions along the bands, {len(by_steps)} along the steps, of {len(values)} settings"
+    number = f"exceptions in {len(values)} settings: {len(by_bands)} along the bands, {len(by_steps)} along the steps"
     if not by_bands and not by_steps:
         return Verdict("holds", number)
     where = "; ".join(
@@ -228,9 +228,9 @@ def draw(table: Table) -> Figure:
     values = _of_best_banded(table)
     for bands in sorted({b for _, b in values}):
         line = sorted((n, 100 * value) for (n, b), value in values.items() if b == bands)
-        right.plot(*zip(*line, strict=True), marker="o", markersize=4)
-        right.annotate(f"b={bands}", line[-1], (5, 0), textcoords="offset points", fontsize=8)
+        right.plot(*zip(*line, strict=True), marker="o", markersize=4, label=f"{bands} bands")
     right.set(xscale="log", xlabel="steps", ylabel="percent above the best banded strategy")
+    right.legend(frameon=False)
     right.set_title("Toeplitz strategies, columns normalized")
     right.set_ylim(bottom=0)
     plain(left, "x", table.where(bands=shown).column("steps"))

@@ -62,11 +62,11 @@ def square_is_enough(table: Table) -> Verdict:
     if len(rows) < len(CASES):
         return not_judged
     losses = {(row["steps"], row["bands"]): (row["ratio"] or math.inf) - 1 for row in rows}
-    number = ", ".join(f"{loss:.1e} at n={n:.2g}, b={b}" for (n, b), loss in losses.items())
+    number = ", ".join(f"{loss:.1e} at n={n:,}, b={b}" for (n, b), loss in losses.items())
     worst = max(losses, key=lambda place: losses[place])
     if losses[worst] <= 1e-6:
         return Verdict("holds", number)
-    remark = f"not at n={worst[0]:.2g}, b={worst[1]}: the more steps, the longer the response takes to settle"
+    remark = f"not at n={worst[0]:,}, b={worst[1]}: the more steps, the longer the response takes to settle"
     if losses[2**16, 64] <= 1e-6:
         return Verdict("holds with a remark", number, remark)
     return Verdict("does not hold", number, remark)
