@@ -92,10 +92,11 @@ FAULTS: dict[str, Fault] = {
     "memory-hundreds": scaled("bytes", 6, bands=100),
     "memory-overhead": scaled("bytes", 1.2, bands=64),
     # momentum
-    "momentum-fine": scaled("for_running_sums", 1.06, steps=4096, bands=4),
+    "momentum-fine": scaled("for_running_sums", 0.99, steps=4096, bands=64),
     "cooldown-alone": scaled("for_running_sums", 1.002, steps=1024, bands=16, momentum=0),
     # beyond the paper
-    "general-million": scaled("general_gap", 3, steps=10**6),
+    "general-million": scaled("general_gap", 10, steps=10**6),
+    "horizon-million": scaled("horizon_gap", 10, steps=10**6),
     "normalize-improves": scaled("after", 1.02, part="normalized", steps=256, bands=4),
     "normalize-small": scaled("plain", 1.002, part="normalized", steps=16384, bands=16),
     "normalize-direct": scaled("direct", 1.002, part="normalized", steps=256, bands=4),
