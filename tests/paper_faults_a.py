@@ -68,7 +68,7 @@ FAULTS: dict[str, Fault] = {
     "time-gradient": scaled("both_seconds", 3, family="general banded", steps=2**20),
     "time-gpu": _gpu_as_fast,
     # costs of operators
-    "operators-time": scaled("seconds", 3, kind="any pair of operators", steps=8192),
+    "operators-time": scaled("operations", 3, kind="any pair of operators", steps=8192),
     "operators-memory": scaled("bytes", 3, kind="any pair of operators", steps=8192),
     "toeplitz-costs": scaled("bytes", 2, kind="Toeplitz, loss and gradient", bands=128),
     # the cut-off loss

@@ -211,8 +211,8 @@ EXPERIMENT = Experiment(
         ),
         Claim(
             "horizon-million",
-            "A general banded strategy interpolated from a few Toeplitz optima takes seconds for a million steps, and is "
-            "proved to be within one percent of the best as it is.",
+            "A general banded strategy interpolated from a few Toeplitz optima takes seconds for a million steps, and "
+            "is proved to be within one percent of the best as it is.",
             "beyond the paper",
             interpolated,
         ),

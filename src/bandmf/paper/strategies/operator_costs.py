@@ -6,7 +6,6 @@ allocated. The Toeplitz loss with its gradient stands beside it: O(n b) time and
 
 from __future__ import annotations
 
-import time
 import tracemalloc
 
 import numpy as np
@@ -16,7 +15,7 @@ from bandmf import plots, strategies, workloads
 from bandmf.error.toeplitz import ToeplitzError, mean_weights
 from bandmf.paper.experiment import Claim, Experiment, Point, Verdict, not_judged
 from bandmf.paper.strategies.ticks import plain
-from bandmf.paper.strategies.timing import streamed_errors
+from bandmf.paper.strategies.timing import least_seconds, streamed_errors
 from bandmf.paper.table import Row, Table
 
 GENERIC, TOEPLITZ = "any pair of operators", "Toeplitz, loss and gradient"
@@ -51,9 +50,7 @@ def compute(kind: str, steps: int, bands: int) -> list[Row]:
             error = ToeplitzError(strategy.coefficients, workload, False, steps)
             error.gradient(*mean_weights(error), np.zeros(0))
 
-    start = time.perf_counter()
-    work()
-    seconds = time.perf_counter() - start
+    seconds = least_seconds(work)
     tracemalloc.start()
     try:
         work()
@@ -102,9 +99,16 @@ def _complete(table: Table) -> bool:
 
 
 def _verdict(parts: dict[str, tuple[float, int]]) -> Verdict:
-    """Exponents against what is claimed: an upper bound, with a tenth to spare for what measuring costs."""
-    number = ", ".join(f"{name} grows with exponent {value:.2f}" for name, (value, _) in parts.items())
-    over = [f"{name} above {claimed}" for name, (value, claimed) in parts.items() if value > claimed + 0.1]
+    """Exponents against what is claimed, an upper bound.
+
+    A tenth is allowed for what is counted, and a quarter for times: caches bend them.
+    """
+    number = "exponents: " + ", ".join(f"{name} {value:.2f}" for name, (value, _) in parts.items())
+    over = [
+        f"{name} above {claimed}"
+        for name, (value, claimed) in parts.items()
+        if value > claimed + (0.25 if name.startswith("time") else 0.1)
+    ]
     return Verdict("does not hold", number, ", ".join(over)) if over else Verdict("holds", number)
 
 
@@ -114,8 +118,8 @@ def generic_time(table: Table) -> Verdict:
         return not_judged
     return _verdict(
         {
-            "the number of operations in n": (exponent(table, GENERIC, "operations", "steps"), 2),
-            "in the buffers": (exponent(table, GENERIC, "operations", "bands"), 1),
+            "operations in n": (exponent(table, GENERIC, "operations", "steps"), 2),
+            "operations in the buffers": (exponent(table, GENERIC, "operations", "bands"), 1),
             "time in n": (exponent(table, GENERIC, "seconds", "steps"), 2),
             "time in the buffers": (exponent(table, GENERIC, "seconds", "bands"), 1),
         }
@@ -125,7 +129,7 @@ def generic_time(table: Table) -> Verdict:
 def generic_memory(table: Table) -> Verdict:
     if not _complete(table):
         return not_judged
-    parts = {"memory in n": "steps", "in the buffers": "bands"}
+    parts = {"memory in n": "steps", "memory in the buffers": "bands"}
     return _verdict({name: (exponent(table, GENERIC, "bytes", along), 1) for name, along in parts.items()})
 
 
@@ -168,6 +172,7 @@ EXPERIMENT = Experiment(
     compute=compute,
     draw=draw,
     alone=True,
+    version=2,
     claims=(
         Claim(
             "operators-time",
