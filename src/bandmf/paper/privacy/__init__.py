@@ -1,0 +1,1 @@
+"""Figures and claims at a privacy budget: error after accounting."""

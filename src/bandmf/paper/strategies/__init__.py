@@ -1,0 +1,1 @@
+"""Figures and claims about strategies alone: no privacy accounting in them."""

@@ -1,0 +1,1 @@
+"""Figures and claims about training: time of noise, and learning."""
