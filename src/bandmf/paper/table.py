@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 Value = str | int | float | None
 Row = dict[str, Value]
@@ -24,17 +25,17 @@ class Table(list[Row]):
         """The rows with these values."""
         return Table(row for row in self if all(row.get(name) == value for name, value in wanted.items()))
 
-    def column(self, name: str) -> list:
+    def column(self, name: str) -> list[Any]:
         """The values of one column, in order."""
         return [row[name] for row in self]
 
-    def one(self, name: str):
+    def one(self, name: str) -> Any:
         """The value of a column in the only row; more or fewer rows are an error."""
         if len(self) != 1:
             raise LookupError(f"{len(self)} rows where one was expected, asking for {name}")
         return self[0][name]
 
-    def values(self, name: str) -> list:
+    def values(self, name: str) -> list[Any]:
         """The different values of one column, sorted."""
         return sorted({row[name] for row in self if row.get(name) is not None})
 
