@@ -14,6 +14,7 @@ import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,9 +32,9 @@ def known(rows: list[Row], point: Point) -> bool:
 
 def record(
     path: Path,
-    points: list[Point],
-    compute: Callable[[Point], list[Row]],
-    names: Callable[[Point], Point],
+    points: list[dict[str, Any]],
+    compute: Callable[[dict[str, Any]], list[Row]],
+    names: Callable[[dict[str, Any]], Point],
     until: float,
 ) -> None:
     """Compute the points that the CSV lacks, and write it after each of them; none is begun after `until`.
@@ -78,14 +79,26 @@ def summary(rows: list[Row]) -> str:
     return ", ".join(f"{level:g}: {loss:.3f} at {rate:g}" for level, (loss, rate) in best.items())
 
 
-def noise_time_names(point: Point) -> Point:
+def noise_time_names(point: dict[str, Any]) -> Point:
     amount = "bands" if point["part"] == "noise" else "batch"
     return {"setting": point["setting"], "part": point["part"], amount: point["amount"]}
 
 
-def learning_names(point: Point) -> Point:
+def learning_names(point: dict[str, Any]) -> Point:
     strategy = learning_runs.name_of(point["bands"])
     return {**{name: point[name] for name in ("setting", "optimizer", "seed")}, "strategy": strategy}
+
+
+def learning_points(setting: str, path: Path) -> list[dict[str, Any]]:
+    """Every point with the rates that the CSV lacks, if any."""
+    rows = table.read(path) if path.exists() else table.Table()
+    points: list[dict[str, Any]] = []
+    for point in learning_runs.points_of(setting):
+        tried = rows.where(**learning_names(point)).values("learning_rate")
+        wanted = learning_runs.SETTINGS[setting].rates[str(point["optimizer"])]
+        if rates := tuple(rate for rate in wanted if rate not in tried):
+            points.append({**point, "rates": rates})
+    return points
 
 
 def main() -> None:
@@ -103,10 +116,11 @@ def main() -> None:
         path = arguments.out / "noise_time.csv"
         record(path, points, lambda p: noise_time_runs.compute(**p), noise_time_names, until)
     if arguments.only != "noise_time":
-        points = learning_runs.points_of("tiny" if arguments.tiny else "full")
         path = arguments.out / "learning.csv"
+        points = learning_points("tiny" if arguments.tiny else "full", path)
         compute = lambda p: learning_runs.compute(**p, folder=arguments.text)  # noqa: E731
-        record(path, points, compute, learning_names, until)
+        names = lambda p: {**learning_names(p), "learning_rate": p["rates"][0]}  # noqa: E731
+        record(path, points, compute, names, until)
 
 
 if __name__ == "__main__":

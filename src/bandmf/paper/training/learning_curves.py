@@ -53,10 +53,11 @@ def seeds(table: Table) -> list[int]:
 def tuned(rows: Table, seeds: list[int]) -> tuple[Table, int]:
     """At each RMSE the rows of the rate with the least mean validation loss, one for each seed, by RMSE and seed.
 
-    Also: at how many RMSE the rate is an end of those tried.
+    Rates count that were tried with every seed. Also: at how many RMSE the rate is an end of those tried.
     """
+    rates = sorted(set.intersection(*(set(rows.where(seed=seed).values("learning_rate")) for seed in seeds)))
     rows = Table(row for row in rows if row["seed"] in seeds)
-    found, at_end, rates = Table(), 0, rows.values("learning_rate")
+    found, at_end = Table(), 0
     for level in rows.values("rmse"):
         here = rows.where(rmse=level)
         means = [np.mean(here.where(learning_rate=rate).column("validation_loss")) for rate in rates]

@@ -57,7 +57,7 @@ SETTINGS = {
         batch=32,
         bands=(1, 8, 64, 512, 0),
         levels=spread(0.1, 100, 7),
-        rates={"momentum": spread(0.001, 2.048, 12), "adam": spread(0.0001, 0.0256, 9)},
+        rates={"momentum": spread(0.001, 2.048, 12), "adam": spread(0.0008, 0.4096, 10)},
         seeds=4,
     ),
     "tiny": Setting(
@@ -87,19 +87,29 @@ def points_of(setting: str) -> list[dict[str, Value]]:
     ]
 
 
-def compute(setting: str, bands: int, optimizer: str, seed: int, folder: str | None = None) -> list[Row]:
-    """The losses of one strategy and optimizer at all levels and rates; `folder` holds the text."""
+def compute(
+    setting: str,
+    bands: int,
+    optimizer: str,
+    seed: int,
+    folder: str | None = None,
+    rates: tuple[float, ...] | None = None,
+) -> list[Row]:
+    """The losses of one strategy and optimizer at all levels and rates; `folder` holds the text.
+
+    Up to rounding, a model's losses are the same whichever `rates` are trained beside its own; the setting's, if none are given.
+    """
     chosen, device = SETTINGS[setting], torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
     content, strategy = text.load(chosen.text, folder), strategy_of(chosen.steps, bands)
     error, largest = rmse(strategy), max_error(strategy)
-    grid = [(level, rate) for level in chosen.levels for rate in chosen.rates[optimizer]]
+    grid = [(level, rate) for level in chosen.levels for rate in rates or chosen.rates[optimizer]]
     multipliers = torch.tensor([level / error for level, _ in grid], device=device)
-    rates = torch.tensor([rate for _, rate in grid], device=device)
+    each_rate = torch.tensor([rate for _, rate in grid], device=device)
     sizes = chosen.sizes(content.alphabet)
     training = Training(sizes, strategy, optimizer, chosen.batch, CLIP_NORM, seed)
     numbers = torch.tensor(content.train, device=device)
-    flat = train(training, numbers, multipliers * sensitivity(strategy), rates)
+    flat = train(training, numbers, multipliers * sensitivity(strategy), each_rate)
     found = [
         mean_losses(sizes, flat, pieces(part, chosen.context).to(device), chosen.batch).tolist()
         for part in (content.validation, content.test)

@@ -148,6 +148,7 @@ def _draw(axis: Axes, rows: Table) -> None:
     axis.set_xticks(list(times), [str(bands) for bands in times])
     axis.set_xticks([], minor=True)
     axis.yaxis.set_major_formatter("{x:,.10g}")
+    axis.yaxis.set_minor_formatter("")
     axis.legend(
         handles=[
             axis.plot([], [], color=plots.COLORS[1], linewidth=1, label="clipping")[0],
@@ -160,7 +161,8 @@ def _draw(axis: Axes, rows: Table) -> None:
         bbox_to_anchor=(0, 1),
     )
     first = rows[0]
-    axis.set_title(f"{first['machine']}, {first['parameters']:,} parameters", pad=24, fontsize=11)
+    recorded = f", recorded {first['date']}" if first.get("date") else ""
+    axis.set_title(f"{first['parameters']:,} parameters, {first['machine']}{recorded}", pad=24, fontsize=11)
 
 
 EXPERIMENT = Experiment(

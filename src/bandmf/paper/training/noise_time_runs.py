@@ -67,13 +67,12 @@ def compute(setting: str, part: str, amount: int) -> list[Row]:
         times = time_clipping(model, chosen, amount, device)
     del model
     gc.collect()
-    kind = (
-        torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    )
+    threads = torch.get_num_threads()
+    processor = f"CPU, {threads} thread{'s' * (threads > 1)}"
     return [
         {
             "setting": setting,
-            "machine": kind,
+            "machine": torch.cuda.get_device_name() if device.type == "cuda" else processor,
             "parameters": parameters,
             "part": part,
             "bands": amount if part == "noise" else None,
