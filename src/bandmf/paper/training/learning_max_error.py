@@ -26,19 +26,21 @@ def same_findings(table: Table) -> Verdict:
     rows = judged(table)
     if rows is None:
         return not_judged
-    numbers, changed, failed = [], [], []
+    numbers, changed, neither = [], [], []
     for name, (optimizer, find) in FINDINGS.items():
-        before, _, _ = find(curves_of(rows, optimizer, "rmse"), "rmse")
-        after, number, why = find(curves_of(rows, optimizer, "max_error"), "max_error")
-        numbers.append(number)
-        if before != after:
-            changed.append(
-                f"{name}: {'yes' if before else 'no'} at equal RMSE, {'yes' if after else 'no'} here"
-            )
-        elif not after:
-            failed.append(f"{name}: at neither" + (f" ({why})" if why else ""))
-    remark = "; ".join([*changed, *failed, learning.SETUP])
+        before = find(curves_of(rows, optimizer, "rmse"), "rmse")
+        after = find(curves_of(rows, optimizer, "max_error"), "max_error")
+        numbers.append(f"{name}: {yes_or_no(after)} ({yes_or_no(before)} at equal RMSE)")
+        if before.so != after.so:
+            changed.append(f"{name}: {after.why or before.why}")
+        elif not after.so:
+            neither.append(f"{name}: at neither ({after.why})")
+    remark = "; ".join([*changed, *neither, learning.SETUP])
     return Verdict("does not hold" if changed else "holds with a remark", "; ".join(numbers), remark)
+
+
+def yes_or_no(found: learning.Finding) -> str:
+    return f"{'yes' if found.so else 'no'}, {found.share:.1%} of the curve's height"
 
 
 def draw(table: Table) -> Figure:

@@ -57,8 +57,8 @@ SETTINGS = {
         batch=32,
         bands=(1, 8, 64, 512, 0),
         levels=spread(0.1, 100, 7),
-        rates={"momentum": spread(0.001, 2.048, 12), "adam": spread(0.0008, 0.4096, 10)},
-        seeds=4,
+        rates={"momentum": spread(0.001, 2.048, 12), "adam": spread(0.0001, 0.4096, 13)},
+        seeds=3,
     ),
     "tiny": Setting(
         text="topics",
@@ -97,7 +97,7 @@ def compute(
 ) -> list[Row]:
     """The losses of one strategy and optimizer at all levels and rates; `folder` holds the text.
 
-    Up to rounding, a model's losses are the same whichever `rates` are trained beside its own; the setting's, if none are given.
+    `rates` are the setting's if none are given; a model's losses depend on its own rate alone, up to rounding.
     """
     chosen, device = SETTINGS[setting], torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
