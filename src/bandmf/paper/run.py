@@ -32,7 +32,7 @@ def run(
     cache = out / "points"
     cache.mkdir(parents=True, exist_ok=True)
     rows = compute_points(experiment, experiment.points(quick), cache, jobs, progress)
-    if experiment.recorded is not None:
+    if experiment.recorded is not None and (RECORDED / experiment.recorded).exists():
         rows += tables.read(RECORDED / experiment.recorded)
     path = out / f"{experiment.name}.csv"
     tables.write(rows, path)
