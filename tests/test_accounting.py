@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from scipy import optimize, special, stats
 
 from bandmf import accounting
+from bandmf._files import cache_folder
 
 
 @pytest.fixture(autouse=True)
@@ -414,15 +415,15 @@ def test_where_the_cache_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("HOME", str(tmp_path))
     for off in ("", "0", "off", "OFF"):
         monkeypatch.setenv("BANDMF_CACHE", off)
-        assert accounting.cache._cache_folder() is None
+        assert cache_folder("accounting") is None
     monkeypatch.setenv("BANDMF_CACHE", "~/mine")
-    assert accounting.cache._cache_folder() == tmp_path / "mine" / "accounting"
+    assert cache_folder("accounting") == tmp_path / "mine" / "accounting"
     monkeypatch.delenv("BANDMF_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert accounting.cache._cache_folder() == tmp_path / "xdg" / "bandmf" / "accounting"
+    assert cache_folder("accounting") == tmp_path / "xdg" / "bandmf" / "accounting"
     for ignored in ("relative", ""):
         monkeypatch.setenv("XDG_CACHE_HOME", ignored)
-        assert accounting.cache._cache_folder() == tmp_path / ".cache" / "bandmf" / "accounting"
+        assert cache_folder("accounting") == tmp_path / ".cache" / "bandmf" / "accounting"
 
 
 def _write_often(path: Path) -> None:

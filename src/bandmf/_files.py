@@ -1,4 +1,4 @@
-"""Files that must be whole or absent, and secrets that only their owner may read."""
+"""Files that must be whole or absent, secrets that only their owner may read, and where answers are cached."""
 
 from __future__ import annotations
 
@@ -20,6 +20,21 @@ def write_whole(path: Path, contents: bytes) -> None:
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
+
+
+def cache_folder(kind: str) -> Path | None:
+    """In BANDMF_CACHE (a folder, or "off"), else in bandmf in XDG_CACHE_HOME or ~/.cache."""
+    own = os.environ.get("BANDMF_CACHE")
+    if own is not None:
+        off = own.strip().lower() in ("", "0", "off", "none")
+        return None if off else Path(own).expanduser() / kind
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():  # as the XDG specification demands
+        try:
+            base = Path.home() / ".cache"
+        except RuntimeError:
+            return None
+    return base / "bandmf" / kind
 
 
 def create_secret(path: str | os.PathLike[str], contents: bytes) -> None:

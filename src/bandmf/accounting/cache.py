@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from bandmf._files import write_whole
+from bandmf._files import cache_folder, write_whole
 from bandmf.accounting.events import Event
 
 _SCHEME = 1  # raise it when the same inputs could give another number: old cache entries are then ignored
@@ -27,7 +26,7 @@ def cached(quantity: str, event: Event, delta: float, value: float, compute: Cal
         "dp_accounting": importlib.metadata.version("dp-accounting"),
     }
     text = json.dumps(question, sort_keys=True)
-    folder = _cache_folder()
+    folder = cache_folder("accounting")
     if folder is None:
         return compute()
     path = folder / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
@@ -37,21 +36,6 @@ def cached(quantity: str, event: Event, delta: float, value: float, compute: Cal
     answer = compute()
     _write(path, text, answer)
     return answer
-
-
-def _cache_folder() -> Path | None:
-    """BANDMF_CACHE (a folder, or "off"), else bandmf in XDG_CACHE_HOME or ~/.cache."""
-    own = os.environ.get("BANDMF_CACHE")
-    if own is not None:
-        off = own.strip().lower() in ("", "0", "off", "none")
-        return None if off else Path(own).expanduser() / "accounting"
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not base.is_absolute():  # as the XDG specification demands
-        try:
-            base = Path.home() / ".cache"
-        except RuntimeError:
-            return None
-    return base / "bandmf" / "accounting"
 
 
 def _seal(question: str, answer: float) -> str:

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from bandmf.cli import bench, compare, optimize, plan, train
+from bandmf.cli import bench, compare, optimize, plan, reproduce, train
 
 app = typer.Typer(
     help="Train machine-learning models with differential privacy at the lowest noise.",
@@ -19,6 +19,7 @@ app.command("plan")(plan.plan)
 app.command("compare")(compare.compare_command)
 app.command("train")(train.train)
 app.command("optimize")(optimize.optimize)
+app.command("reproduce")(reproduce.reproduce)
 
 benchmarks = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 benchmarks.command("noise")(bench.noise)

@@ -1,0 +1,125 @@
+"""`bandmf reproduce`: the paper's figures, tables and claims, computed again."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from bandmf import paper
+from bandmf.cli import show
+from bandmf.paper import page
+from bandmf.paper.experiment import Experiment
+from bandmf.paper.run import run
+
+_EXAMPLE = "Example: bandmf reproduce against_epsilon example --quick --out reproduction"
+_COLORS = {"holds": "green", "holds with a remark": "yellow", "does not hold": "red", "not judged": "dim"}
+
+
+def reproduce(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(help="Experiments, or all; none lists them.", metavar="[NAME...|all]"),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes, in a minute.")] = False,
+    out: Annotated[
+        Path, typer.Option(help="Folder for CSV files and pictures; the page is written beside it.")
+    ] = Path("reproduction"),
+    fresh: Annotated[bool, typer.Option("--fresh", help="Compute again what is cached.")] = False,
+    jobs: Annotated[int, typer.Option(help="Processes at a time; -1: one for each core.")] = -1,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    if not names:
+        _print_names(json)
+        return
+    chosen = paper.NAMES if names == ["all"] else tuple(dict.fromkeys(names))
+    if jobs == 0 or jobs < -1:
+        raise ValueError(f"jobs={jobs}: must be -1 or at least 1")
+    experiments = _find(chosen, everything=names == ["all"])
+    out.mkdir(parents=True, exist_ok=True)
+    seconds = _run(experiments, out, quick, fresh, jobs)
+    page.note_run(out, seconds, quick)
+    written = page.write(out)
+    own = {one.name for one in experiments}
+    judged = [each for each in page.judge(out) if each.experiment.name in own]
+    if json:
+        _print_json(judged, seconds)
+        return
+    _print(judged)
+    show.console.print(f"\n{page.count(judged)}. The page: {written}", highlight=False)
+
+
+reproduce.__doc__ = f"Compute the paper's figures, tables and claims again.\n\n{_EXAMPLE}"
+
+
+def _find(names: tuple[str, ...], everything: bool) -> list[Experiment]:
+    """The experiments; of all, those that need a package which is missing are left out with a line."""
+    found = []
+    for name in names:
+        try:
+            found.append(paper.experiment(name))
+        except ModuleNotFoundError as error:
+            missing = f"{name}: needs {error.name}; pip install 'bandmf[torch]'"
+            if not everything:
+                raise ValueError(missing) from error
+            show.messages.print(f"left out: {missing}", highlight=False)
+    return found
+
+
+def _run(experiments: list[Experiment], out: Path, quick: bool, fresh: bool, jobs: int) -> dict[str, float]:
+    """Seconds of each experiment."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    seconds = {}
+    with Progress(*columns, console=show.messages, transient=True) as bars:
+        whole = bars.add_task("experiments", total=len(experiments))
+        for one in experiments:
+            bar, start = bars.add_task(one.name, total=None), time.perf_counter()
+
+            def progress(done: int, of: int, bar: TaskID = bar) -> None:
+                bars.update(bar, completed=done, total=of)
+
+            run(one, out, quick=quick, fresh=fresh, jobs=jobs, progress=progress)
+            seconds[one.name] = time.perf_counter() - start
+            bars.remove_task(bar)
+            bars.advance(whole)
+    return seconds
+
+
+def _print_names(as_json: bool) -> None:
+    found = _find(paper.NAMES, everything=True)
+    if as_json:
+        rows = [{"name": one.name, "title": one.title, "place": one.place} for one in found]
+        show.print_json({"experiments": rows})
+        return
+    table = Table(title="bandmf reproduce NAME..., or all", title_justify="left", box=None, padding=(0, 1))
+    for name in ("name", "what", "in the paper"):
+        table.add_column(name)
+    for one in found:
+        table.add_row(one.name, one.title, one.place)
+    show.console.print(table)
+
+
+def _print_json(judged: list[page.Judged], seconds: dict[str, float]) -> None:
+    rows = [
+        {
+            "experiment": each.experiment.name, "claim": each.claim.name, "statement": each.claim.statement,
+            "place": each.claim.place, "outcome": each.verdict.outcome, "number": each.verdict.number,
+            "remark": each.verdict.remark,
+        }
+        for each in judged
+    ]  # fmt: skip
+    show.print_json({"claims": rows, "seconds": seconds})
+
+
+def _print(judged: list[page.Judged]) -> None:
+    table = Table(box=None, padding=(0, 1), show_edge=False)
+    for name in ("claim", "verdict", "our number"):
+        table.add_column(name)
+    for each in judged:
+        color = _COLORS[each.verdict.outcome]
+        table.add_row(each.claim.statement, f"[{color}]{each.verdict.outcome}[/]", each.verdict.number)
+    show.console.print(table, highlight=False)
