@@ -201,7 +201,7 @@ def toeplitz_quarter_percent(table: Table) -> Verdict:
     rest = max((value for place, value in values.items() if place not in over), default=0.0)
     remark = (
         f"exceeded at {', '.join(f'n={n}, b={b}' for n, b in over)} only; elsewhere at most {rest:.3%}. "
-        "The optimum can only be further below than the best strategy found here"
+        "The true optimum can only be below the best strategy found here, and the distance only larger"
     )
     return Verdict("does not hold", number, remark)
 
