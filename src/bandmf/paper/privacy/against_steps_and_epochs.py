@@ -17,7 +17,7 @@ EPOCHS, STEPS, MOST_STEPS = 8, 8192, 100_000  # one is fixed where the other var
 
 def points(quick: bool) -> list[Point]:
     middle, all_steps, most_epochs = (
-        (64, [64, 128, 256], 8)
+        (32, [32, 64], 8)
         if quick
         else (STEPS, [1024, 2048, 4096, 8192, 16384, 32768, 65536, MOST_STEPS], 256)
     )

@@ -22,7 +22,7 @@ NEARLY, BARELY = 1.10, 1.18  # "nearly the same" is within 10 percent; the paper
 
 
 def points(quick: bool) -> list[Point]:
-    return grid.by_bands(256 if quick else STEPS)
+    return grid.by_bands(32 if quick else STEPS)
 
 
 def compute(steps: int, bands: int) -> list[Row]:

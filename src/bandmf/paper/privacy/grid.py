@@ -21,6 +21,11 @@ EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 MOST_NORMALIZED = 4096
 
 
+def epsilons(steps: int) -> tuple[float, ...]:
+    """All of them; two where the steps are so few that only the code is tried."""
+    return EPSILONS if steps >= 1024 else (1.0, 8.0)
+
+
 def powers_of_two(most: int) -> list[int]:
     """1, 2, 4, ... up to `most`.
 

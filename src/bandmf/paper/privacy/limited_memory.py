@@ -22,7 +22,7 @@ FEW_BUFFERS, BANDS_OF_THE_PAPER = 3, 64
 
 
 def points(quick: bool) -> list[Point]:
-    steps, most_epochs = (128, 8) if quick else (STEPS, MOST_EPOCHS)
+    steps, most_epochs = (32, 8) if quick else (STEPS, MOST_EPOCHS)
     found: list[Point] = [
         {"mechanism": "BandMF", "size": bands, "steps": steps, "fewest_epochs": 1, "most_epochs": most_epochs}
         for bands in grid.powers_of_two(steps)
@@ -35,7 +35,7 @@ def points(quick: bool) -> list[Point]:
 def compute(mechanism: str, size: int | None, steps: int, fewest_epochs: int, most_epochs: int) -> list[Row]:
     assert size is not None
     vectors = size - 1 if mechanism == "BandMF" else size
-    found = mechanisms.rows(mechanism, size, steps, fewest_epochs, most_epochs, grid.EPSILONS)
+    found = mechanisms.rows(mechanism, size, steps, fewest_epochs, most_epochs, grid.epsilons(steps))
     return [{"vectors": vectors, **row} for row in found]
 
 
