@@ -37,7 +37,7 @@ FAULTS: dict[str, Callable[[Table], Table]] = {
     "epsilon-8-needs-16-epochs": scaled("rmse", 1.04, epochs=8, epsilon=8),
     "epsilon-8-dpsgd-256-epochs": scaled("rmse", 0.98, bands=1, epochs=256, epsilon=8),
     # best_bands
-    "best-bands-monotone": scaled("rmse", 0.95, bands=256, epochs=4, epsilon=4),
+    "best-bands-monotone": scaled("rmse", 0.92, bands=256, epochs=4, epsilon=4),
     "best-bands-linear": scaled("rmse", 0.7, bands=8),
     "best-bands-rule-of-thumb": scaled("rmse", 0.5, bands=1),
     "too-few-bands-beat-dpsgd": scaled("rmse", 1.4, bands=2, epochs=1, epsilon=16),
@@ -61,7 +61,7 @@ FAULTS: dict[str, Callable[[Table], Table]] = {
     "blt-coefficients-decay-faster": scaled("coefficient", 2.0, strategy="BLT(5) for 400", lag=398),
     "federated-differences-small": scaled("rmse", 1.08, strategy="BLT(5) for 400", separation=400),
     # limited_memory
-    "blt-3-buffers-5-to-7.5-percent": scaled("rmse", 0.99, **BLT, buffers=3),
+    "blt-3-buffers-5-to-7.5-percent": scaled("rmse", 1.01, **BLT, buffers=3),
     "bandmf-beats-blt-with-64-bands": scaled("rmse", 0.7, **BLT),
     "bandmf-beats-blt-with-3-vectors": scaled("rmse", 1.5, **BLT),
 }

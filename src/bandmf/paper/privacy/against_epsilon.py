@@ -15,12 +15,12 @@ STEPS, EPOCHS = 16384, 8
 
 
 def points(quick: bool) -> list[Point]:
-    steps = 128 if quick else STEPS
+    steps = 64 if quick else STEPS
     return mechanisms.banded_points(steps, EPOCHS, EPOCHS) + mechanisms.other_points(steps, EPOCHS)
 
 
 def compute(mechanism: str, size: int | None, steps: int, fewest_epochs: int, most_epochs: int) -> list[Row]:
-    return mechanisms.rows(mechanism, size, steps, fewest_epochs, most_epochs, grid.EPSILONS)
+    return mechanisms.rows(mechanism, size, steps, fewest_epochs, most_epochs, grid.epsilons(steps))
 
 
 def full_size(table: Table) -> bool:

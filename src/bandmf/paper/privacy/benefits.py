@@ -22,11 +22,11 @@ NEARLY = 1.10  # "nearly matches": within 10 percent
 
 
 def points(quick: bool) -> list[Point]:
-    return grid.by_bands(128 if quick else STEPS)
+    return grid.by_bands(32 if quick else STEPS)
 
 
 def compute(steps: int, bands: int) -> list[Row]:
-    return grid.banded_rows(steps, bands, grid.powers_of_two(steps), grid.EPSILONS)
+    return grid.banded_rows(steps, bands, grid.powers_of_two(steps), grid.epsilons(steps))
 
 
 def full_size(table: Table) -> bool:

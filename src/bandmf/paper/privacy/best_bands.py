@@ -18,11 +18,11 @@ STEPS = 4096
 
 
 def points(quick: bool) -> list[Point]:
-    return grid.by_bands(128 if quick else STEPS)
+    return grid.by_bands(32 if quick else STEPS)
 
 
 def compute(steps: int, bands: int) -> list[Row]:
-    return grid.banded_rows(steps, bands, grid.powers_of_two(steps), grid.EPSILONS)
+    return grid.banded_rows(steps, bands, grid.powers_of_two(steps), grid.epsilons(steps))
 
 
 def full_size(table: Table) -> bool:
@@ -122,7 +122,7 @@ def rule_of_thumb(table: Table) -> Verdict:
     if not far:
         return Verdict("holds", number)
     worst = ", ".join(f"{x:.0%} at epsilon {e:g} with {k} epoch{'s' * (k > 1)}" for (e, k), x in far.items())
-    remark = f"not {worst}; between the ends the best is about {fit(table)[0]:.1f} times the rule"
+    remark = f"but {worst}; between the ends the best is about {fit(table)[0]:.1f} times the rule"
     return Verdict("holds with a remark" if len(far) < len(counted) / 2 else "does not hold", number, remark)
 
 

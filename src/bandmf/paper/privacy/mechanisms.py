@@ -47,7 +47,8 @@ def other_points(steps: int, epochs: int) -> list[Point]:
     stamped = epochs > 1 and steps // epochs <= grid.MOST_NORMALIZED
     names = ["Tree aggregation", *(["Stamping"] if stamped else []), "FHU"]
     sizes: list[tuple[str, int | None]] = [(name, None) for name in names]
-    sizes += [("BLT", buffers) for buffers in BUFFERS]
+    enough = BUFFERS if steps >= 1024 else BUFFERS[:2]  # where only the code is tried
+    sizes += [("BLT", buffers) for buffers in enough]
     return [_point(name, size, steps, epochs, epochs) for name, size in sizes]
 
 
