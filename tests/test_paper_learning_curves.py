@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from bandmf.paper import run
 from bandmf.paper.experiment import not_judged
-from bandmf.paper.run import RECORDED
 from bandmf.paper.table import Table, read
 from bandmf.paper.training import learning, learning_curves, learning_max_error, machines, noise_time
 
@@ -126,7 +126,7 @@ def test_the_remark_states_the_sizes_of_the_setting():
 
 def test_what_is_recorded_is_the_whole_setting():
     learning_runs = pytest.importorskip("bandmf.paper.training.learning_runs")
-    rows, setting = read(RECORDED / "learning.csv"), learning_runs.SETTINGS["full"]
+    rows, setting = read(run.RECORDED / "learning.csv"), learning_runs.SETTINGS["full"]
     for point in learning_runs.points_of("full"):
         found = rows.where(
             optimizer=point["optimizer"], seed=point["seed"], strategy=learning_runs.name_of(point["bands"])
@@ -135,6 +135,15 @@ def test_what_is_recorded_is_the_whole_setting():
         assert sorted(zip(found.column("rmse"), found.column("learning_rate"), strict=True)) == sorted(
             expected
         )
+
+
+@pytest.mark.parametrize("module", [learning, learning_max_error, noise_time])
+def test_a_quick_run_needs_nothing_recorded(module, tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.setattr(run, "RECORDED", tmp_path / "nothing")
+    found = run.run(module.EXPERIMENT, tmp_path, quick=True, jobs=1)
+    assert found == [not_judged] * len(module.EXPERIMENT.claims)
+    assert (tmp_path / f"{module.EXPERIMENT.name}.png").exists()
 
 
 def timings(noise, clipping):
@@ -153,12 +162,13 @@ def timings(noise, clipping):
     ("slowest", "outcomes"),
     [
         (1.0, ["holds with a remark", "holds with a remark"]),
-        (8.0, ["holds with a remark", "does not hold"]),
-        (90.0, ["does not hold", "does not hold"]),
+        (1.5, ["holds with a remark", "does not hold"]),
+        (0.3, ["holds with a remark", "does not hold"]),
+        (12.0, ["does not hold", "does not hold"]),
     ],
 )
 def test_noise_is_judged_against_clipping(slowest, outcomes):
-    rows = timings({1: 0.5, 128: slowest}, {16: 0.1, 32: 10.0, 64: 70.0})
+    rows = timings({1: 0.5, 128: slowest}, {16: 0.1, 32: 11.0, 64: 400.0})
     assert [claim.judge(rows).outcome for claim in noise_time.EXPERIMENT.claims] == outcomes
     without = Table(row for row in rows if row["bands"] != 128)
     assert [claim.judge(without) for claim in noise_time.EXPERIMENT.claims] == [not_judged] * 2
