@@ -35,6 +35,11 @@ class Claim:
     place: str
     judge: Callable[[Table], Verdict]
 
+    @property
+    def of_the_paper(self) -> bool:
+        """Whether the paper makes it; others are findings of ours."""
+        return not self.place.endswith("beyond the paper")
+
 
 @dataclass(frozen=True)
 class Experiment:

@@ -17,11 +17,11 @@ from bandmf.paper.experiment import Claim, Experiment, Outcome, Verdict
 
 _RUN = "run.json"
 _PACKAGES = ("numpy", "scipy", "dp-accounting")
-_COUNTED: dict[Outcome, str] = {
-    "holds": "hold",
-    "holds with a remark": "hold with a remark",
-    "does not hold": "do not hold",
-    "not judged": "are not judged",
+_COUNTED: dict[Outcome, tuple[str, str]] = {
+    "holds": ("holds", "hold"),
+    "holds with a remark": ("holds with a remark", "hold with a remark"),
+    "does not hold": ("does not hold", "do not hold"),
+    "not judged": ("is not judged", "are not judged"),
 }
 
 
@@ -46,10 +46,19 @@ def judge(folder: Path) -> list[Judged]:
 
 
 def count(judged: list[Judged]) -> str:
-    """How many claims hold, in a sentence."""
+    """How many claims hold, in a sentence.
+
+    >>> count(judge(Path("nowhere")))
+    '0 claims'
+    """
     outcomes = Counter(each.verdict.outcome for each in judged)
-    parts = [f"{outcomes[outcome]} {words}" for outcome, words in _COUNTED.items() if outcomes[outcome]]
-    return f"{len(judged)} claims: {', '.join(parts)}"
+    parts = [
+        f"{outcomes[outcome]} {words[outcomes[outcome] > 1]}"
+        for outcome, words in _COUNTED.items()
+        if outcomes[outcome]
+    ]
+    of = f": {', '.join(parts)}" if parts else ""
+    return f"{len(judged)} claim{'s' * (len(judged) != 1)}{of}"
 
 
 def note_run(folder: Path, seconds: dict[str, float], quick: bool) -> None:
@@ -78,12 +87,16 @@ def text(folder: Path) -> str:
     judged, made = judge(folder), json.loads((folder / _RUN).read_text())
     versions = ", ".join(f"{name} {number}" for name, number in made["versions"].items())
     sizes = "`bandmf reproduce all --quick`, at small sizes" if made["quick"] else "`bandmf reproduce all`"
+    own = [each for each in judged if not each.claim.of_the_paper]
+    paper = [each for each in judged if each.claim.of_the_paper]
+    beyond = f" Findings beyond it: {count(own)}." if own else ""
     lines = [
         "# The paper, reproduced",
         "",
-        f"**{count(judged)}.** Computed on {made['date']} by {sizes} ({made['machine']}; {versions}); what was",
-        "measured on a GPU is recorded, with its date in the CSV. Each number comes from the CSV under it, each",
-        "verdict from that CSV alone. Claims are in our words.",
+        f"**Of the paper, {count(paper)}.**{beyond} Each number comes from the CSV under its picture, each verdict",
+        f"from that CSV alone. Computed on {made['date']} by {sizes}, {_minutes(made['seconds'])} in all",
+        f"({made['machine']}; {versions}). What was measured on a GPU is recorded, with its date in the CSV. The claims",
+        "are in our words.",
         "",
         "| claim | place | verdict | our number |",
         "| --- | --- | --- | --- |",
@@ -109,6 +122,10 @@ def _section(folder: Path, judged: list[Judged], seconds: dict[str, float]) -> l
         number = f" {_sentence(each.verdict.number)}" if each.verdict.number else ""
         lines.append(f"- {each.claim.statement} **{each.verdict.outcome.capitalize()}.**{number}{remark}")
     return lines
+
+
+def _minutes(seconds: dict[str, float]) -> str:
+    return f"{sum(seconds.values()) / 60:.0f} minutes"
 
 
 def _sentence(words: str) -> str:

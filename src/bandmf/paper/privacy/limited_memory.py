@@ -97,23 +97,36 @@ def three_buffers(table: Table) -> Verdict:
     )
 
 
+def ratios(table: Table, vectors: int) -> dict[tuple[float, int], float]:
+    """RMSE of BandMF over BLT's with so much memory, by place."""
+    return {
+        (e, k): least(table, "BandMF", k, e, vectors) / least(table, "BLT", k, e, vectors)
+        for e, k in cells(table)
+    }
+
+
 def same_memory(table: Table) -> Verdict:
-    """With three vectors: BandMF below BLT everywhere; in most places: a remark."""
-    return with_memory(table, FEW_BUFFERS)
+    """With three vectors: BandMF ahead at every place of the least epsilon, BLT from epsilon 8 on."""
+    if not full_size(table):
+        return not_judged
+    ratio = ratios(table, FEW_BUFFERS)
+    ahead = {
+        e: sum(value < 1 for (at, _), value in ratio.items() if at == e) for e in table.values("epsilon")
+    }
+    places = len(table.values("epochs"))
+    number = "BandMF is ahead in " + ", ".join(
+        f"{count} of {places} places at epsilon {e:g}" for e, count in ahead.items()
+    )
+    if ahead[min(ahead)] == places and not any(count for e, count in ahead.items() if e >= 8):
+        return Verdict("holds", number)
+    return Verdict("does not hold", number, "not so at every number of epochs")
 
 
 def example_memory(table: Table) -> Verdict:
     """With 64 bands: BandMF below BLT everywhere; in most places: a remark."""
-    return with_memory(table, BANDS_OF_THE_PAPER - 1)
-
-
-def with_memory(table: Table, vectors: int) -> Verdict:
     if not full_size(table):
         return not_judged
-    ratio = {
-        (e, k): least(table, "BandMF", k, e, vectors) / least(table, "BLT", k, e, vectors)
-        for e, k in cells(table)
-    }
+    ratio = ratios(table, BANDS_OF_THE_PAPER - 1)
     behind = [place for place, value in ratio.items() if value >= 1]
     (e, k), worst = max(ratio.items(), key=lambda item: item[1])
     number = (
@@ -196,8 +209,9 @@ EXPERIMENT = Experiment(
             example_memory,
         ),
         Claim(
-            "bandmf-beats-blt-with-3-vectors",
-            "With the memory of BLT with three buffers, BandMF has less error than BLT.",
+            "blt-overtakes-with-3-vectors",
+            "With the memory of a BLT with three buffers, BandMF has less error than BLT at epsilon 0.5, and more "
+            "at epsilon 8 and above.",
             "beyond the paper",
             same_memory,
         ),

@@ -233,7 +233,9 @@ def _duration(seconds: float) -> str:
     """In the unit that suits."""
     if seconds < 0.01:
         return "under 0.01 s"
-    return f"{seconds:.2g} s" if seconds < 1e5 else f"{seconds / 86400:,.0f} days"
+    if seconds < 1e5:
+        return f"{seconds:.2g} s"
+    return f"{seconds / 86400:,.0f} days" if seconds < 3e7 else "over a year"
 
 
 EXPERIMENT = Experiment(
