@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from bandmf.torch.clipping import Outer, Rows, contributions, norms, rules
+from bandmf.torch.clipping import Outer, Rows, contributions, make_clipping, norms, rules
 from bandmf.torch.clipping.contributions import Patches
 from bandmf.torch.clipping.norms import squares_apart
 from clipping_cases import (
@@ -357,3 +357,43 @@ def test_over_estimation_is_small_for_ordinary_gradients():
         found = squares_apart([], {"w": [Outer(left, right)]})["w"]
         ratio = found.bound().double() / added([Outer(left, right)], (200, 200))
         assert 1 <= float(ratio.min()) <= float(ratio.max()) < 1 + most
+
+
+# --- what is added, to float32 sums ---------------------------------------------------------------------
+
+
+def largest_share(layer, given, limits):
+    """The most that an example of equal numbers adds, over its limit, for limits whose quotients all round."""
+    model = nn.Sequential(layer)
+    parameters, most = dict(model.named_parameters()), 0.0
+    for limit in limits:
+        clipping = make_clipping("bookkeeping", model, parameters, limit, False)
+        clipping.record(1)
+        model(given).sum().backward()
+        sums = {name: torch.zeros(p.shape) for name, p in parameters.items()}
+        clipping.add_to(sums, 1, 1, 1.0)
+        clipping.remove()
+        total = torch.cat([each.flatten().double() for each in sums.values()])
+        most = max(most, float(total.norm()) / limit)
+    return most
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_token_repeated_a_thousand_times_adds_no_more_than_the_clip_norm(dtype):
+    layer, tokens = nn.Embedding(2, 1).to(dtype), torch.zeros(1, 1000, dtype=torch.long)
+    assert largest_share(layer, tokens, [1 + k / 12 for k in range(6)]) <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("places", "kernel", "channels"),
+    [
+        (500, 64, 80),
+        *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((3000, 150, 32), (2000, 64, 80))),
+    ],
+)
+def test_a_convolution_over_many_places_adds_no_more_than_the_clip_norm(dtype, places, kernel, channels):
+    layer = nn.Conv1d(channels, 900, kernel, bias=False).to(dtype)
+    given = torch.ones(1, channels, places, dtype=dtype)
+    limits = [1 + k / 12 for k in range(12 if places > 500 else 2)]
+    assert largest_share(layer, given, limits) <= 1 + 1e-6

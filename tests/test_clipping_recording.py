@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 
 import pytest
@@ -10,8 +11,9 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from bandmf.torch import make_private
 from bandmf.torch.clipping import make_clipping
-from private_loops import outcome, plain, private_of, small_net, trained_weights, vectors
+from private_loops import outcome, plain, private_of, run_plan, small_net, trained_weights, vectors
 
 
 def triple_outputs(model):
@@ -67,7 +69,7 @@ def test_the_forward_of_a_class_called_by_hand_is_refused():
 
 def test_a_layer_with_a_forward_of_its_own_that_its_rule_does_not_describe_is_refused():
     model = small_net()
-    model[0].forward = types.MethodType(lambda layer, x: 2 * nn.Linear.forward(layer, x), model[0])
+    model[0].forward = types.MethodType(doubled, model[0])
     private = private_of(model, vectors(), clipping="bookkeeping")
     with pytest.raises((RuntimeError, ValueError), match=r"0\.(weight|bias)"):
         trained_weights(private)
@@ -107,3 +109,61 @@ def test_a_recorded_linear_layer_computes_what_it_did_before(first, dtype):
     for found, wanted in zip(both(), expected, strict=True):
         assert found.dtype == wanted.dtype
         torch.testing.assert_close(found, wanted)
+
+
+def test_operations_in_place_may_follow_a_linear_layer():
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 4))
+    clipping = make_clipping("bookkeeping", model, dict(model.named_parameters()), 1.0, False)
+    clipping.record(5)
+    output = model(torch.randn(5, 3, 6))
+    output += 1
+    output.sum().backward()
+    assert len(clipping._recorder.peek()) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+@pytest.mark.parametrize("computed", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
+def test_no_gradient_of_a_computed_weight_is_lost(computed):
+    """Its bias has a rule, it has not: what it is computed from gets a gradient by another way, and is refused."""
+    model = small_net()
+    computed(model[0])
+    private = private_of(model, vectors(), clipping="bookkeeping", self_test=False)
+    with pytest.raises((RuntimeError, ValueError), match=r"'0\."):
+        trained_weights(private)
+    assert private.steps_taken == 0
+
+
+def test_a_weight_that_is_unfrozen_later_beside_a_trained_bias_is_refused():
+    model = small_net()
+    model[0].weight.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    options = {"clip_norm": 1.0, "clipping": "bookkeeping", "self_test": False}
+    private = make_private(model, optimizer, vectors(), run_plan(8, 3), **options)
+    model[0].weight.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="frozen or unknown"):
+        plain(private, next(iter(private.loader)))
+
+
+def test_a_copy_keeps_a_forward_of_its_own():
+    model = small_net()
+    model[0].forward = types.MethodType(doubled, model[0])
+    given = torch.randn(2, 6)
+    expected = model(given)
+    make_clipping("bookkeeping", model, dict(model.named_parameters()), 1.0, False)
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(given), expected)
+    assert twin[0].forward.__self__ is twin[0]
+
+
+def doubled(layer, x):
+    return 2 * nn.Linear.forward(layer, x)
+
+
+def test_examples_without_places_add_nothing():
+    model = nn.Sequential(nn.Linear(6, 4))
+    clipping = make_clipping("bookkeeping", model, dict(model.named_parameters()), 1.0, False)
+    clipping.record(3)
+    model(torch.randn(3, 0, 6)).sum().backward()
+    sums = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    assert clipping.add_to(sums, 3, 3, 1.0) == 0
+    assert not any(total.any() for total in sums.values())

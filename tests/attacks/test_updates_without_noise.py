@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from one_at_a_time import MODES
 from private_loops import Rows, outcome, plain, private_of, small_net, vectors, with_one_replaced
@@ -128,3 +129,27 @@ def test_a_batch_cannot_be_counted_again_with_a_later_one(mode, physical):
     with pytest.raises(RuntimeError, match="backward pass"):
         loop(private, second)
     assert private.steps_taken == (0 if physical else 1)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("own_first", [True, False])
+def test_checkpointing_does_not_bring_an_earlier_batch_back(reentrant, own_first):
+    """It calls layers again in the backward pass, when another batch may be at hand."""
+    options = {"self_test": False, "epoch_steps": 3, "physical_batch_size": 4, "clipping": "bookkeeping"}
+    private = private_of(small_net(), vectors(), steps=3, **options)
+    batches = iter(private.loader)
+    x, y = next(batches)
+
+    def loss(x, y):
+        scores = checkpoint(private.model, x.clone().requires_grad_(), use_reentrant=reentrant)
+        return nn.functional.cross_entropy(scores, y)
+
+    waiting = loss(x, y)
+    loss(x, y).backward()
+    private.optimizer.step()
+    own = loss(*next(batches))
+    for each in (own, waiting) if own_first else (waiting,):
+        each.backward()
+    with pytest.raises(RuntimeError, match="backward pass"):
+        private.optimizer.step()
+    assert private.steps_taken == 0

@@ -220,7 +220,7 @@ def _add_outers(outers: Sequence[tuple[Outer, Tensor]], factors: Tensor, scale: 
 def _add_fused(same: list[tuple[Outer, Tensor]], factors: Tensor, scale: float) -> None:
     from bandmf.torch.clipping import fused
 
-    at_once = max(1, 4 * PORTION // same[0][0].smaller.numel())
+    at_once = max(1, 4 * PORTION // max(1, same[0][0].smaller.numel()))
     for begin in range(0, len(same), at_once):
         portion = same[begin : begin + at_once]
         scaled = fused.scaled([outer.smaller for outer, _ in portion], factors).unbind()

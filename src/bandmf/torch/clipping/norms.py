@@ -123,11 +123,21 @@ def _of_terms(terms: list[Contribution]) -> Squares:
     if isinstance(term, Rows):
         return _of_rows(term)
     if isinstance(term, Patches):
-        portions = [_of_terms([outer]) for _, outer in term.portions()]
+        portions = [_of_patches(outer) for _, outer in term.portions()]
         return Squares(torch.cat([p.norm for p in portions]), torch.cat([p.slack for p in portions]))
     if by_gram(term):
         return _of_grams(gram(term.left), gram(term.right), term)
     return _of_matrix(term)
+
+
+def _of_patches(outer: Outer) -> Squares:
+    """On a CPU the sum is that of torch's convolutions, which adds places one by one."""
+    found = _of_terms([outer])
+    if not outer.left.is_cpu:
+        return found
+    error = _in_sums(outer.left) * (2 + outer.left.shape[1] / 20)  # measured: less than half of it
+    more = (error * size(outer.left) * size(outer.right)).square()
+    return Squares(found.norm, 2 * (found.slack + more))
 
 
 def _of_tensor(gradients: Tensor) -> Squares:
@@ -139,7 +149,7 @@ def _of_outers(outers: dict[str, Outer]) -> dict[tuple[str, ...], Squares]:
     """Of layers of one shape, stacked: on a GPU the launches of small operations would take longer than they do."""
     names, some = list(outers), next(iter(outers.values()))
     size = some.examples * some.left.shape[1] ** 2
-    at_once = max(1, (PORTION if some.left.is_cuda else IN_CACHE) // size)
+    at_once = max(1, (PORTION if some.left.is_cuda else IN_CACHE) // max(1, size))
     found = {}
     for begin in range(0, len(names), at_once):
         portion = tuple(names[begin : begin + at_once])
@@ -224,9 +234,7 @@ def _of_matrix(outer: Outer) -> Squares:
     # Entries are sums over t, with errors that add up to no more than so much of |left| |right|.
     most, error = size(outer.left) * size(outer.right), _sum_error(outer.left)
     norm = (torch.cat(norms) + error * most).square()
-    own = (
-        torch.finfo(wide(outer.left.dtype)).eps + _own_roundoff(outer.left) ** 2
-    )  # in two parts, or in float32
+    own = 2 * _in_sums(outer.left) + _own_roundoff(outer.left) ** 2  # in two parts, or in float32
     return Squares(norm, ((own + error) * most).square())
 
 
@@ -237,7 +245,7 @@ def _of_rows(rows: Rows) -> Squares:
     norm = (k * same).sum((-2, -1)).clamp(min=0) + error
     # The values of equal tokens are added one by one: an error of u / 4 for each, of all that were added.
     often = same.sum(-1)
-    one_by_one = _addition(rows.values) ** 2 * (2 + often / 4).square() * often
+    one_by_one = _in_sums(rows.values) ** 2 * (2 + often / 4).square() * often
     return Squares(norm, (one_by_one * k.diagonal(dim1=-2, dim2=-1)).sum(-1))
 
 
@@ -338,12 +346,12 @@ def _sum_error(vectors: Tensor) -> float:
 
 def _product_error(vectors: Tensor, times: int) -> float:
     """Of the products that are added to the sum, over so many times."""
-    return _input_error(vectors) + _addition(vectors) * accumulation(times)
+    return _input_error(vectors) + _in_sums(vectors) * accumulation(times)
 
 
 def _own_roundoff(vectors: Tensor) -> float:
-    """Of factor times gradient, in its dtype."""
-    own = torch.finfo(vectors.dtype).eps / 2
+    """Of factor times gradient, in its dtype; what is added is float32 at most."""
+    own = max(torch.finfo(vectors.dtype).eps, torch.finfo(torch.float32).eps) / 2
     # Float16 is multiplied in float32, which TF32 may cut off.
     return 2 * own if vectors.dtype == torch.float16 else own
 
@@ -366,6 +374,12 @@ def _roundoff_of_cast(given: Tensor, to: Tensor) -> float:
 def _addition(vectors: Tensor) -> float:
     roundoff = torch.finfo(wide(vectors.dtype)).eps / 2
     return 4 * roundoff if vectors.is_cuda else roundoff  # tensor cores cut off where others round
+
+
+def _in_sums(vectors: Tensor) -> float:
+    """The roundoff of the sums, which are float32 whatever the gradients are."""
+    roundoff = torch.finfo(torch.float32).eps / 2
+    return 4 * roundoff if vectors.is_cuda else roundoff
 
 
 def _input_error(vectors: Tensor) -> float:

@@ -80,6 +80,7 @@ class Recorder:
         self._entries: list[Entry] = []
         self.rows: int | None = None  # examples of the batch that is recorded; None: nothing is
         self.batch = 0  # the number of that batch
+        self._first = 0  # autograd's number of the first node that can be of that batch
         self.failure: Exception | None = None
         self.late = False  # whether a backward pass went through an earlier batch
         self._seen: dict[Layer, dict[Any, bool]] = {}
@@ -88,6 +89,17 @@ class Recorder:
         """Forget what was noted; from now on a batch of so many examples is recorded."""
         self._entries, self.failure, self.late = [], None, False
         self.rows, self.batch = rows, self.batch + 1
+        with torch.enable_grad():
+            self._first = _ANCHOR.view_as(_ANCHOR).grad_fn._sequence_nr()  # type: ignore[union-attr]
+
+    @property
+    def own_batch(self) -> int:
+        """The number of the batch that a call is of, to be given to `receive`.
+
+        In a backward pass checkpointing calls layers again, for a node that may be of an earlier batch: then of none.
+        """
+        node = torch._C._current_autograd_node()
+        return self.batch if node is None or node._sequence_nr() >= self._first else -1
 
     def peek(self) -> list[Entry]:
         return self._entries
@@ -101,7 +113,7 @@ class Recorder:
 
     def note(self, layer: Layer, rule: Rule, given: Tensor, output: Tensor) -> Tensor:
         """The output, tied to an entry that its backward pass will make."""
-        batch = self.batch
+        batch = self.own_batch
 
         def receive(saved: tuple[Tensor, ...], gradient: Tensor) -> None:
             self.receive(batch, Entry(layer, rule, saved[0], gradient))
@@ -119,7 +131,7 @@ class Recorder:
         return pytree.tree_unflatten(leaves, shape)
 
     def _receive_unit(self, call: Any, number: int) -> Callable[[tuple[Tensor, ...], Tensor], None]:
-        batch = self.batch
+        batch = self.own_batch
 
         def receive(saved: tuple[Tensor, ...], gradient: Tensor) -> None:
             if batch != self.batch:
@@ -153,10 +165,11 @@ class Recorded:
         return self.record(args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return plain(memo.get(id(self.module)) or copy.deepcopy(self.module, memo))
+        twin = memo.get(id(self.module)) or copy.deepcopy(self.module, memo)
+        return plain(twin) if self.before is None else copy.deepcopy(self.before, memo)
 
     def __reduce__(self) -> Any:
-        return plain, (self.module,)
+        return _unrecorded, (self.module, self.before)
 
     def record(self, args: Any, kwargs: Any) -> Any:
         layer = self.layer
@@ -194,7 +207,16 @@ class RecordedLinear(Recorded):
     """A linear map and its note in one: most layers of a transformer are such, and each call costs."""
 
     def record(self, args: Any, kwargs: Any) -> Tensor:
-        return _Linear.apply(self._input(args, kwargs), self, self.recorder.batch, _ANCHOR)
+        if not self._describes("weight") or not self._describes("bias"):
+            return super().record(args, kwargs)
+        return _Linear.apply(self._input(args, kwargs), self, self.recorder.own_batch, _ANCHOR)
+
+    def _describes(self, name: str) -> bool:
+        """Whether no gradient is lost: a weight that is computed from others, or trained since, has one elsewhere."""
+        own = self.module._parameters.get(name)
+        if own is None:
+            return name == "bias" and getattr(self.module, name) is None
+        return not own.requires_grad or (own.is_leaf and name in self.layer.names)
 
     @property
     def weight(self) -> Tensor:
@@ -220,6 +242,10 @@ def plain(module: nn.Module) -> Any:
     return MethodType(type(module).forward, module)
 
 
+def _unrecorded(module: nn.Module, before: Any) -> Any:
+    return plain(module) if before is None else before
+
+
 class _Linear(torch.autograd.Function):
     """x weight' + bias, whose backward pass hands x and the gradient over."""
 
@@ -231,7 +257,7 @@ class _Linear(torch.autograd.Function):
             bias = None if bias is None else bias.to(given.dtype)
         ctx.save_for_backward(given, weight if x.requires_grad else None)
         ctx.recorded, ctx.batch = recorded, batch
-        return functional.linear(given, weight, bias)  # type: ignore[arg-type]
+        return _no_view(functional.linear(given, weight, bias))  # type: ignore[arg-type]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -253,15 +279,19 @@ class _Note(torch.autograd.Function):
         if not output._is_view():
             ctx.mark_dirty(output)  # so that operations in place may follow
             return output
-        if ruled:  # the same memory, and no view: no layer with a rule needs its output in the backward pass
-            return output.new_empty(0).set_(output.detach())  # type: ignore[call-overload]
-        return output.view_as(output)
+        # No layer with a rule needs its output in the backward pass.
+        return _no_view(output) if ruled else output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         saved = ctx.saved_tensors  # once: checkpointing does not give them a second time
         ctx.receive(saved, gradient)
         return None, None, None, gradient, *[None] * len(saved)
+
+
+def _no_view(output: Tensor) -> Tensor:
+    """The same memory as a tensor of its own, so that operations in place may follow."""
+    return output.new_empty(0).set_(output.detach()) if output._is_view() else output  # type: ignore[call-overload]
 
 
 def _lowered(x: Tensor) -> Tensor:

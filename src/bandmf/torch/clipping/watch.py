@@ -3,36 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from bandmf.torch.clipping.refusals import refuse_mixing, suspects
 from bandmf.torch.noise.shards import local
 
 
 class Watch:
-    """Refuses buffers and parameters that change while a batch is processed: such changes would get no noise."""
+    """Refuses buffers, parameters and modules that change while a batch is processed: changes would get no noise."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._parameters = list(model.named_parameters())
-        # The dictionaries themselves, as a module or a buffer may come later or be exchanged for another.
-        self._children = [module._modules for module in model.modules()]
-        self._modules = self._identities()
-        self._buffers = [(path, module._buffers) for path, module in model.named_modules()]
-        self._before: list[tuple[int, int]] = []
+        self._modules = list(model.named_modules())
+        self._made_of = self._children()
+        self._before: list[tuple[Any, ...]] = []
+        self._held: list[Any] = []
         self._suspects = suspects(model)
         self._values: dict[str, str] | None = None
 
     def begin(self, by_value: bool = False) -> None:
         """`by_value` finds changes that torch does not count, through `.data`, at the cost of reading everything."""
         self._before = self._state()
+        # Kept, so that nothing new can have the identity of something that is gone.
+        self._held = [tensor for _, tensor in self._tensors()]
         self._values = self._sketches() if by_value else None
 
     def check(self) -> None:
         """Fail if anything has changed since `begin`, or mixes examples by now."""
-        if self._identities() != self._modules:
+        now = self._children()
+        if [(name, id(module)) for name, module in now] != [
+            (name, id(module)) for name, module in self._made_of
+        ]:
             raise RuntimeError(
                 "model: its modules are others than at the start of the run; make it whole before make_private"
             )
@@ -47,34 +51,47 @@ class Watch:
             )
         refuse_mixing(self._suspects)
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._parameters
-        for path, buffers in self._buffers:
+    def _children(self) -> list[tuple[str, nn.Module | None]]:
+        """What every module is made of, in order; the modules are kept, as identities are compared."""
+        return [child for _, module in self._modules for child in module._modules.items()]
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Of every module its parameters and buffers as they are now: each may come later or be exchanged."""
+        for path, module in self._modules:
             prefix = f"{path}." if path else ""
-            yield from ((f"{prefix}{name}", buffer) for name, buffer in buffers.items() if buffer is not None)
+            for own in (module._parameters, module._buffers):
+                for name, tensor in own.items():
+                    yield prefix + name, tensor
 
-    def _identities(self) -> list[int]:
-        return [id(module) for children in self._children for module in children.values()]
-
-    def _state(self) -> list[tuple[int, int]]:
-        return [(id(tensor), tensor._version) for _, tensor in self._tensors()]
+    def _state(self) -> list[tuple[Any, ...]]:
+        return [(name, id(tensor), *_content(tensor)) for name, tensor in self._tensors()]
 
     def _changed(self) -> list[str]:
         now = self._state()
         if now == self._before:
             return []
-        names = [name for name, _ in self._tensors()]
-        both = zip_longest(names, self._before, now, fillvalue=None)
-        return [name or "a buffer" for name, before, after in both if before != after]
+        before = {name: rest for name, *rest in self._before}
+        after = {name: rest for name, *rest in now}
+        different = [name for name in (*after, *before) if after.get(name) != before.get(name)]
+        return different or [now[0][0]]  # the same in another order
 
     @torch.no_grad()
     def _sketches(self) -> dict[str, str]:
         """Sums, as text, in which NaN equals NaN."""
         found = {}
         for name, tensor in self._tensors():
+            if tensor is None:
+                continue
             numbers = local(tensor)
             dtype = torch.complex128 if numbers.is_complex() else torch.float64
             found[name] = (
                 f"{numbers.sum(dtype=dtype).item()} {torch.linalg.vector_norm(numbers.to(dtype)).item()}"
             )
         return found
+
+
+def _content(tensor: Tensor | None) -> tuple[int, ...]:
+    """Changes with what torch writes there; the place in memory, too, as `swap_tensors` and `.data = ` exchange it."""
+    if tensor is None:
+        return ()
+    return (tensor._version,) if isinstance(tensor, DTensor) else (tensor._version, tensor.data_ptr())

@@ -43,6 +43,7 @@ class State:
     step: int = 0
     refreshed: int = -1  # `prepared` holds all that was made before this step
     unfinished: bool = False  # a step began to write and did not end
+    loads: int = 0  # how often a checkpoint was loaded into it
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
 
 
@@ -149,7 +150,7 @@ class Engine:
         self._check(state, gradients)
         scale = _check.real("scale", scale, 0)
         self._prepare(state)
-        step, number = self.schedule.step(state.step, state.refreshed), state.step
+        step, number = self.schedule.step(state.step, state.refreshed), (state.step, state.loads)
         advance = self._ready(
             state, step, {name: shards.local(gradients[name]) for name in state.parts}, scale
         )
@@ -157,9 +158,9 @@ class Engine:
         @torch.no_grad()
         def add() -> State:
             _refuse_unfinished(state)
-            if state.step != number:
+            if (state.step, state.loads) != number:
                 raise RuntimeError(
-                    f"the noise of step {number} was made ready, and the state is at {state.step}"
+                    f"the noise of step {number[0]} was made ready; the state is at {state.step}, or was loaded since"
                 )
             state.unfinished = True
             advance()
@@ -275,6 +276,7 @@ class Engine:
         for name, vectors in loaded.items():
             state.history[name].copy_(vectors)
         state.step, state.refreshed, state.unfinished = step, -1, False
+        state.loads += 1
         return state
 
 
