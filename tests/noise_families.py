@@ -44,7 +44,7 @@ FAMILIES = {
     "dense": Dense(np.tril(np.random.default_rng(3).normal(size=(20, 20))) * 0.1 + np.eye(20)),
     "banded_inverse": BandedInverse([1, -0.5, 0.2, 0.1], 12),
     "inverse_kept": BandedInverse([1.5, -0.5, 0.2, 0.1], 12),
-    "inverse_partly_kept": BandedInverse([1.5, -0.5, 0.2, 0.0, 0.1, -0.3], 14),
+    "inverse_partly_kept": BandedInverse([1.5, -0.5, 0.2, 0.0, 0.1, -0.3], 16),
     "inverse_kept_as_fits": BandedInverse([0.8, -0.5, 0.2, 0.1], 12),
     "tree": tree_aggregation(9),
     "tree_kept": tree_aggregation(9),

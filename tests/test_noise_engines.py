@@ -242,7 +242,9 @@ def test_a_state_of_another_plan_or_key_is_refused(name):
         mine.engine.load_state_dict(mine.engine.init(SHAPES), wrong)
 
 
-@pytest.mark.parametrize("family", ["normalized", "long", "banded_inverse", "inverse_partly_kept", "buffered"])
+@pytest.mark.parametrize(
+    "family", ["normalized", "long", "banded_inverse", "inverse_partly_kept", "buffered"]
+)
 def test_a_restarted_run_equals_the_uninterrupted_one(name, family):
     """At every kind of place: before the first step, inside a look-ahead period, and at its start."""
     strategy, key = FAMILIES[family], Key()

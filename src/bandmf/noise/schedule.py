@@ -118,7 +118,9 @@ class Schedule:
 
     def _kept_inputs(self, wanted: int | None, max_vectors: int | None) -> int:
         if not isinstance(self.recurrence, InputRecurrence):
-            return _check.whole("kept_inputs", 0 if wanted is None else wanted, 0, 0, "0 (only for banded C^-1)")
+            return _check.whole(
+                "kept_inputs", 0 if wanted is None else wanted, 0, 0, "0 (only for banded C^-1)"
+            )
         most, why = min(self.recurrence.bands, self.steps) - 1, "bands of C^-1, less one"
         if max_vectors is not None and max_vectors < most:
             most, why = max(0, max_vectors), f"max_vectors={max_vectors}"
@@ -191,9 +193,7 @@ class Schedule:
         """Step i of a banded C^-1: recent z are read, where they are kept, and older ones drawn again."""
         weights = self.recurrence.row(i)[: i + 1]  # type: ignore[union-attr]
         needed = [int(r) for r in np.flatnonzero(weights)]  # few for tree aggregation
-        reads = tuple(
-            ((i - r) % self.slots, float(weights[r])) for r in needed if 0 < r <= self.kept_inputs
-        )
+        reads = tuple(((i - r) % self.slots, float(weights[r])) for r in needed if 0 < r <= self.kept_inputs)
         draws = tuple((i - r, float(weights[r])) for r in needed if r == 0 or r > self.kept_inputs)
         return Step(draws, reads, store=i % self.slots if self.slots else None, stores_input=self.slots > 0)
 
