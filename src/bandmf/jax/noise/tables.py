@@ -27,7 +27,7 @@ class Table(NamedTuple):
 
 
 def table(schedule: Schedule) -> Table:
-    """The table of a strategy. `weights` belong to y_{i-1}, y_{i-2}, ..., to kept z_{i-1}, z_{i-2}, ... or to buffers."""
+    """The table of a strategy. `weights` belong to y_{i-1}, y_{i-2}, ..., to the kept z_{i-1}, ... or to buffers."""
     recurrence = schedule.recurrence
     if isinstance(recurrence, BufferRecurrence):
         one, scales = np.ones((1, 1)), recurrence.scales

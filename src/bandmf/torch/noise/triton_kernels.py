@@ -1,8 +1,8 @@
 """The fused Triton kernels: drawing, combining, storing and adding in one pass.
 
-A program of the step kernel owns whole groups of 2048 coordinates. It reads the history it needs, draws z (and
-past z that is not kept) in registers, and writes y, or z, to the ring and y to the gradient: nothing else touches memory. Offsets into the history
-are 64-bit, because slots * coordinates passes 2^31.
+A program of the step kernel owns whole groups of 2048 coordinates. It reads the history it needs, draws z, and
+past z that is not kept, in registers, and writes y (or z, for kept inputs) to the ring and y to the gradient:
+nothing else touches memory. Offsets into the history are 64-bit, because slots * coordinates passes 2^31.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _step(
         for k in range(1, draws):
             ago = tl.load(table + width + k)
             y += _float(table + 4 * width + k) * _draw(key, group, step - ago, tensor, CIPHER_ROUNDS, GROUPS)
-    if not STORE_INPUT:
+    if not STORE_INPUT:  # noqa: SIM102 (this is known when compiling, the other when running)
         if store >= 0:
             tl.store(history + store.to(tl.int64) * stride + place, y, mask=inside)
     for k in range(decays):
