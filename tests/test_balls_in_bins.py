@@ -181,7 +181,7 @@ def test_different_keys_draw_different_and_independent_bins():
 # --- provenance, cost, refusals ---------------------------------------------------------------------------
 
 
-def test_provenance_tells_samplers_apart_and_no_bin_sizes():
+def test_provenance_tells_samplers_apart():
     def provenance(key=KEY, examples=400, steps=30, epochs=4):
         return BallsInBins(key, examples=examples, steps=steps, epochs=epochs).provenance
 

@@ -31,7 +31,8 @@ _MOST_EXAMPLES = 2**32 * 8  # one 64-bit word each, of 2^32 blocks
 class BallsInBins:
     """The batches of `epochs` passes over the data, each example at a random place of its own.
 
-    It holds one 64-bit number per example (0.8 GB for 1e8), made in one pass and sorted; a batch then costs O(batch).
+    It holds one 64-bit number per example, drawn in one pass and then sorted in place (1e8 examples: 0.8 GB, about ten
+    seconds of one core); a batch then costs O(batch).
     There is no property `events`: what these batches cost depends on the strategy too, so the plan supplies that.
 
     >>> batches = BallsInBins(Key(bytes(32)), examples=10, steps=8, epochs=3)
