@@ -11,11 +11,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bandmf import Key
 from bandmf.jax import Engine
-from noise_families import FAMILIES, largest_difference, oracle_noise
+from noise_families import FAMILIES, largest_difference, options, oracle_noise
 
 SHAPES = {"weight": (16, 130), "bias": (10,), "cube": (2, 4, 6)}
 KEY = Key(bytes([5] * 32))
 STRATEGY = FAMILIES["normalized"]
+KEPT, KEPT_OPTIONS = FAMILIES["inverse_partly_kept"], options("inverse_partly_kept")
 STEPS = 15
 P = PartitionSpec
 LAYOUTS = {
@@ -45,12 +46,12 @@ def run(engine: Engine, prototype, state=None, steps: int = STEPS):
 
 
 @cache
-def truth(all_layouts: bool):
-    return oracle_noise(STRATEGY, KEY, ALL_SHAPES if all_layouts else SHAPES, 0.5)
+def truth(all_layouts: bool, strategy):
+    return oracle_noise(strategy, KEY, ALL_SHAPES if all_layouts else SHAPES, 0.5)
 
 
-def compare(noise, first: int = 0) -> None:
-    expected = truth(noise[0].keys() == ALL_SHAPES.keys())[first : first + len(noise)]
+def compare(noise, first: int = 0, strategy=STRATEGY) -> None:
+    expected = truth(noise[0].keys() == ALL_SHAPES.keys(), strategy)[first : first + len(noise)]
     difference = largest_difference(noise, expected)
     assert difference < 1e-5, difference
 
@@ -98,6 +99,19 @@ def main() -> None:
         again = engine.load_state_dict(engine.init(SHAPES), saved)
         compare(run(engine, SHAPES, again, steps=3)[1], first=9)
         print(f"restart on {name} holds", flush=True)
+    check_kept_inputs(auto)
+
+
+def check_kept_inputs(mesh) -> None:
+    """z of the last two steps is kept where the gradient is, and goes on elsewhere."""
+    eight, one = (Engine(KEPT, KEY, **KEPT_OPTIONS) for _ in range(2))
+    state, noise = run(eight, sharded(mesh, SHAPES, LAYOUTS["both"]), steps=8)
+    compare(noise, strategy=KEPT)
+    check_sharded(state.history["weight"], LAYOUTS["both"]["weight"], mesh)
+    print("kept inputs holds", flush=True)
+    again = one.load_state_dict(one.init(SHAPES), eight.state_dict(state))
+    compare(run(one, SHAPES, again, steps=4)[1], first=8, strategy=KEPT)
+    print("restart on one device with kept inputs holds", flush=True)
 
 
 if __name__ == "__main__":

@@ -43,10 +43,26 @@ FAMILIES = {
     "banded": general(30, 14),
     "dense": Dense(np.tril(np.random.default_rng(3).normal(size=(20, 20))) * 0.1 + np.eye(20)),
     "banded_inverse": BandedInverse([1, -0.5, 0.2, 0.1], 12),
+    "inverse_kept": BandedInverse([1.5, -0.5, 0.2, 0.1], 12),
+    "inverse_partly_kept": BandedInverse([1.5, -0.5, 0.2, 0.0, 0.1, -0.3], 16),
+    "inverse_kept_as_fits": BandedInverse([0.8, -0.5, 0.2, 0.1], 12),
     "tree": tree_aggregation(9),
+    "tree_kept": tree_aggregation(9),
     "stamped": stamping(toeplitz(14, 13), 2),
     "buffered": BufferedToeplitz(scales=[0.3, 0.1], decays=[0.9, 0.5], steps=12),
 }
+
+# Of engines with this family, where they are not the usual ones.
+OPTIONS: dict[str, dict] = {
+    "inverse_kept": {"kept_inputs": None},  # 3 vectors, one draw
+    "inverse_partly_kept": {"kept_inputs": 2},  # 2 vectors; z of four and five steps ago is drawn again
+    "inverse_kept_as_fits": {"kept_inputs": None, "max_vectors": 1},  # the slot that is read is replaced
+    "tree_kept": {"kept_inputs": 2},
+}
+
+
+def options(family: str) -> dict:
+    return OPTIONS.get(family, {})
 
 
 def numpy_noise(strategy, key: Key, shapes=SHAPES, scale: float = 1.0, **options) -> Noise:

@@ -11,9 +11,9 @@ from children import HERE, environment
 
 # World sizes in this order; a checkpoint such as rows2 is saved by two ranks and loaded by three.
 SCENARIOS = {
-    2: ["rows", "columns", "copies", "ddp", "module", "keys", "save_rows2", "save_ddp2"],
-    3: ["rows", "ddp", "load_rows2", "load_ddp2", "save_rows3", "save_ddp3"],
-    1: ["rows", "ddp", "load_rows3", "load_ddp3"],
+    2: ["rows", "columns", "copies", "ddp", "module", "keys", "save_rows2", "save_ddp2", "save_kept2"],
+    3: ["rows", "ddp", "load_rows2", "load_ddp2", "load_kept2", "save_rows3", "save_ddp3", "save_keptddp3"],
+    1: ["rows", "ddp", "load_rows3", "load_ddp3", "load_keptddp3"],
 }
 
 

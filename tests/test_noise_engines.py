@@ -12,7 +12,16 @@ from bandmf import Key
 from bandmf.noise import NumpyEngine
 from bandmf.noise.schedule import MAX_LOOKAHEAD, Schedule
 from bandmf.strategies import Identity
-from noise_families import ENGINES, FAMILIES, SHAPES, largest_difference, numpy_noise, oracle_noise, toeplitz
+from noise_families import (
+    ENGINES,
+    FAMILIES,
+    SHAPES,
+    largest_difference,
+    numpy_noise,
+    options,
+    oracle_noise,
+    toeplitz,
+)
 
 ALL = [(engine, family) for engine in ENGINES for family in FAMILIES]
 
@@ -43,14 +52,15 @@ def is_caught(noise: np.ndarray, C_inverse: np.ndarray) -> bool:
 
 def draws_of(engine: str, family: str, draws: int = 20_000) -> tuple[np.ndarray, np.ndarray]:
     strategy = FAMILIES[family]
-    noise = ENGINES[engine](strategy, Key(bytes([7] * 32)), {"w": (draws,)})
+    noise = ENGINES[engine](strategy, Key(bytes([7] * 32)), {"w": (draws,)}, **options(family))
     return np.array([step["w"] for step in noise], np.float64), strategy.inverse().materialize(strategy.steps)
 
 
 @pytest.mark.parametrize(("engine", "family"), ALL)
 def test_the_noise_is_the_oracles(engine, family):
     strategy, key = FAMILIES[family], Key()
-    got, expected = ENGINES[engine](strategy, key, scale=1.5), oracle_noise(strategy, key, scale=1.5)
+    got = ENGINES[engine](strategy, key, scale=1.5, **options(family))
+    expected = oracle_noise(strategy, key, scale=1.5)
     size = max(float(np.abs(step["weight"]).max()) for step in expected)
     assert largest_difference(got, expected) < 2e-6 * size
 
@@ -232,18 +242,20 @@ def test_a_state_of_another_plan_or_key_is_refused(name):
         mine.engine.load_state_dict(mine.engine.init(SHAPES), wrong)
 
 
-@pytest.mark.parametrize("family", ["normalized", "long", "banded_inverse", "buffered"])
+@pytest.mark.parametrize(
+    "family", ["normalized", "long", "banded_inverse", "inverse_partly_kept", "buffered"]
+)
 def test_a_restarted_run_equals_the_uninterrupted_one(name, family):
     """At every kind of place: before the first step, inside a look-ahead period, and at its start."""
     strategy, key = FAMILIES[family], Key()
-    expected = ENGINES[name](strategy, key)
-    driver = Driver(name, strategy, key)
+    expected = ENGINES[name](strategy, key, **options(family))
+    driver = Driver(name, strategy, key, **options(family))
     state, saved = driver.engine.init(SHAPES), {}
     for i in range(strategy.steps):
         if i in (0, 1, 5, 6, 9, 11):
             saved[i] = driver.engine.state_dict(state)
         state, _ = driver.add(state, driver.gradients())
-    again = Driver(name, strategy, key)
+    again = Driver(name, strategy, key, **options(family))
     for i, checkpoint in saved.items():
         state = again.engine.load_state_dict(again.engine.init(SHAPES), checkpoint)
         for step in range(i, min(i + 20, strategy.steps)):
@@ -393,7 +405,8 @@ def test_the_path_of_other_devices_gives_the_same_noise(family, monkeypatch):
     monkeypatch.setattr(normals, "Source", source)
     monkeypatch.setattr(torch_executor, "_arrays", lambda tensor: tensor)
     strategy, key = FAMILIES[family], Key()
-    assert largest_difference(torch_noise(strategy, key), oracle_noise(strategy, key)) < 1e-5
+    noise = torch_noise(strategy, key, **options(family))
+    assert largest_difference(noise, oracle_noise(strategy, key)) < 1e-5
     assert drawn
 
 

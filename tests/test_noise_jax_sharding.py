@@ -9,8 +9,8 @@ import pytest
 
 from children import HERE, environment
 
-CLAIMS = ["rows", "all axes on rows", "columns", "both", "flat"]
-RESTARTS = ["one device", "flat over one", "flat over eight"]
+CLAIMS = ["rows", "all axes on rows", "columns", "both", "flat", "kept inputs"]
+RESTARTS = ["one device", "flat over one", "flat over eight", "one device with kept inputs"]
 
 
 @pytest.fixture(scope="module")
@@ -39,17 +39,20 @@ def test_rows_that_repeat_are_kept_once():
 
     from bandmf.jax.noise.tables import table
     from bandmf.noise.schedule import Schedule
-    from noise_families import FAMILIES, toeplitz
+    from noise_families import FAMILIES, options, toeplitz
 
     assert len(table(Schedule(toeplitz(100_000, 8))).starts) < 20
-    for name in ("normalized", "banded", "dense", "banded_inverse"):
-        strategy = FAMILIES[name]
-        made = table(Schedule(strategy))
+    for name in ("normalized", "banded", "dense", "banded_inverse", "inverse_partly_kept"):
+        strategy, schedule = FAMILIES[name], Schedule(FAMILIES[name], **options(name))
+        made, kept = table(schedule), schedule.kept_inputs
         for i in range(strategy.steps):
             k = np.searchsorted(made.starts, i, side="right") - 1
             row = strategy.recurrence.row(i)
-            if name == "banded_inverse":
-                np.testing.assert_allclose(made.feeds[k], row, rtol=1e-6)
+            if "inverse" in name:
+                np.testing.assert_allclose(made.feeds[k, 0], row[0], rtol=1e-6)
+                np.testing.assert_allclose(made.feeds[k, 1 + kept :], row[1 + kept :], rtol=1e-6)
+                np.testing.assert_allclose(made.weights[k], row[1 : 1 + kept], rtol=1e-6)
+                assert not made.feeds[k, 1 : 1 + kept].any()
             else:
                 np.testing.assert_allclose(made.feeds[k], 1 / row[:1], rtol=1e-6)
                 np.testing.assert_allclose(made.weights[k], -row[1:] / row[0], rtol=1e-5, atol=1e-7)

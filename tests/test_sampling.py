@@ -16,22 +16,8 @@ from bandmf.accounting.events import cyclic_poisson
 from bandmf.participation import FixedEpochs, MinSeparation, Single
 from bandmf.randomness.stream import Permutation, Stream
 from bandmf.sampling import CyclicPoisson, poisson_sample, sampler
+from chance import RARE, assert_fits, keys
 from training import simple_plan
-
-RARE = 1e-6  # a correct sampler fails a statistical test this seldom; keys are fixed, so it never does
-
-
-def keys(count, first=0):
-    return [Key(bytes(28) + (first + number).to_bytes(4, "little")) for number in range(count)]
-
-
-def assert_fits(counts, probability, trials):
-    """Each count is Binomial(trials, probability): together by chi-square, each within its range."""
-    expected, variance = trials * probability, trials * probability * (1 - probability)
-    statistic = float((((np.asarray(counts) - expected) ** 2) / variance).sum())
-    assert stats.chi2.sf(statistic, len(counts)) > RARE
-    assert stats.chi2.cdf(statistic, len(counts)) > RARE
-
 
 # --- cyclic Poisson sampling ----------------------------------------------------------------------------
 

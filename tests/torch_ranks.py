@@ -1,7 +1,7 @@
 """What every rank runs for tests/test_noise_distributed.py:  torch_ranks.py FOLDER RANKS:SCENARIO,SCENARIO ... ...
 
 Every rank compares with the NumPy oracle and exits with an error if anything differs. Saved checkpoints are
-named after the layout and the number of ranks: rows2, ddp3.
+named after the layout and the number of ranks: rows2, ddp3; kept are those of a banded inverse that keeps some z.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from bandmf import Key
 from bandmf.torch import Engine, broadcast_key
 from children import run_ranks
-from noise_families import FAMILIES, largest_difference, oracle_noise
+from noise_families import FAMILIES, largest_difference, options, oracle_noise
 
 SHAPES = {"weight": (33, 65), "bias": (7,), "empty": (0, 4)}
 KEY = Key(bytes([5] * 32))
 STRATEGY = FAMILIES["normalized"]
+KEPT, KEPT_OPTIONS = FAMILIES["inverse_partly_kept"], options("inverse_partly_kept")
 STEPS = 16
 
 
@@ -33,13 +34,13 @@ PLACEMENTS = {"rows": [Shard(0)], "columns": [Shard(1)], "copies": [Replicate()]
 
 
 @cache
-def truth() -> list[dict[str, np.ndarray]]:
+def truth(strategy) -> list[dict[str, np.ndarray]]:
     """Found once for all scenarios: it takes longer than most of them."""
-    return oracle_noise(STRATEGY, KEY, SHAPES, 0.5)
+    return oracle_noise(strategy, KEY, SHAPES, 0.5)
 
 
-def compare(noise: list[dict[str, np.ndarray]], first: int = 0) -> None:
-    expected = truth()[first : first + len(noise)]
+def compare(noise: list[dict[str, np.ndarray]], first: int = 0, strategy=STRATEGY) -> None:
+    expected = truth(strategy)[first : first + len(noise)]
     expected = [{name: step[name] for name in noise[0]} for step in expected]
     filled = [{name: value for name, value in step.items() if value.size} for step in noise]
     expected = [{name: value for name, value in step.items() if value.size} for step in expected]
@@ -78,7 +79,8 @@ def replicated(engine: Engine, state=None, first: int = 0, last: int = STEPS):
 
 
 def main() -> None:
-    truth()  # before the ranks are forked
+    for strategy in (STRATEGY, KEPT):
+        truth(strategy)  # before the ranks are forked
     for group in sys.argv[2:]:
         ranks, scenarios = group.split(":")
         run_ranks(int(ranks), play_all, scenarios.split(","), Path(sys.argv[1]))
@@ -104,7 +106,7 @@ def play(scenario: str, folder: Path) -> None:
     elif action == "save":
         engine, run = pick(checkpoint)
         state, noise = run(engine, None, 0, 9)
-        compare(noise)
+        compare(noise, strategy=engine.schedule.strategy)
         dcp.save(engine.state_dict(state, copy=False), checkpoint_id=folder / checkpoint)
     elif action == "load":
         engine, run = pick(checkpoint)
@@ -114,15 +116,17 @@ def play(scenario: str, folder: Path) -> None:
         state = engine.load_state_dict(state, saved)
         assert state.step == 9
         _, noise = run(engine, state, 9, STEPS)
-        compare(noise, first=9)
+        compare(noise, first=9, strategy=engine.schedule.strategy)
     else:
         {"keys": check_keys, "module": check_ddp_module}[action]()
 
 
 def pick(checkpoint: str):
-    if checkpoint.startswith("ddp"):
-        return Engine(STRATEGY, KEY, group=dist.group.WORLD), replicated
-    return Engine(STRATEGY, KEY), lambda *given: sharded("rows", *given)
+    kept = checkpoint.startswith("kept")
+    strategy, how = (KEPT, KEPT_OPTIONS) if kept else (STRATEGY, {})
+    if checkpoint.removeprefix("kept").startswith("ddp"):
+        return Engine(strategy, KEY, group=dist.group.WORLD, **how), replicated
+    return Engine(strategy, KEY, **how), lambda *given: sharded("rows", *given)
 
 
 def check_keys() -> None:

@@ -65,7 +65,9 @@ class NumpyEngine:
     each run a key of its own (None draws one), or derive one from a key and a random id with `key.for_run(run_id)`.
 
     `lookahead=1` saves memory (bands - 1 vectors instead of bands - 1 + T) at the price of speed, and
-    `max_vectors` caps it (`plan.max_vectors`, for a plan with a memory limit);
+    `max_vectors` caps it (`plan.max_vectors`, for a plan with a memory limit). A banded inverse draws past z
+    again and keeps nothing; `kept_inputs` of the last z are kept instead (None: all that it needs and that fit
+    in `max_vectors`), which takes as many vectors and saves as many draws a step.
     `cipher_rounds=12` is a weaker, faster cipher on GPUs (on the CPU 20 is the fast one).
     """
 
@@ -78,8 +80,9 @@ class NumpyEngine:
         cipher_rounds: int = 20,
         lookahead: int | None = None,
         max_vectors: int | None = None,
+        kept_inputs: int | None = 0,
     ) -> None:
-        self.schedule = Schedule(strategy, lookahead, max_vectors=max_vectors)
+        self.schedule = Schedule(strategy, lookahead, max_vectors=max_vectors, kept_inputs=kept_inputs)
         self.key = Key() if key is None else key
         self.cipher_rounds = cipher_rounds
         self._provenance = Provenance.of(self.schedule, self.key, cipher_rounds, {})
@@ -184,8 +187,12 @@ def advance(
     for begin, end in chunks(0, gradient.size, Source.CHUNK):
         here = slice(begin, end)
         y = np.zeros(end - begin, np.float32)
+        newest = None
         for drawn, feed in step.draws:
-            y += np.float32(feed) * source.chunk(drawn, tensor, begin, end)
+            z = source.chunk(drawn, tensor, begin, end)
+            if newest is None and step.stores_input:
+                newest = z.copy()  # its slot may still be read, and the next draw overwrites z
+            y += np.float32(feed) * z
         for slot, weight in step.reads:
             y += np.float32(weight) * history[slot, here]
         if step.prepared is not None:
@@ -194,7 +201,7 @@ def advance(
                 for (slot, _), weight in zip(step.reads, weights, strict=True):
                     prepared[step.prepared + k, here] += np.float32(weight) * history[slot, here]
         if step.store is not None:
-            history[step.store, here] = y
+            history[step.store, here] = y if newest is None else newest
         for slot, decay in enumerate(step.decays):
             history[slot, here] = np.float32(decay) * history[slot, here] + y
         gradient[here] = gradient[here] + np.float32(scale) * y  # in float32 or better, rounded once

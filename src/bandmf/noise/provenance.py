@@ -49,7 +49,7 @@ class Provenance:
         remedies = {
             "specification": "the noise changed between versions; finish with the version that began the run",
             "cipher_rounds": "make the engine with the cipher rounds that the run began with",
-            "strategy": "the state belongs to another plan; use the engine of that plan",
+            "strategy": "it is of another plan or keeps another number of vectors; use the engine that made it",
             "key": "the state was made with another key; load that key, or begin anew with engine.init",
             "shapes": "the state belongs to another model; begin anew with engine.init",
         }

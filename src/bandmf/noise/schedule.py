@@ -3,7 +3,11 @@
     y_i = sum_d feed_d z_d + sum_s weight_s history[s] + prepared[i],
 
 then history[store] = y_i (banded C), or history[s] = decay_s history[s] + y_i (buffered C), or nothing
-(banded C^-1, whose past z are drawn again).
+(banded C^-1, whose past z are drawn again), or history[store] = z_i (banded C^-1 with kept inputs).
+
+Kept inputs. A banded C^-1 needs the last p - 1 of z. Each can be drawn again, which takes no memory and the
+cipher's time, or read from a ring, which takes a vector and is several times as fast. `kept_inputs` of them,
+the most recent, are read; older ones are drawn.
 
 Look-ahead. For a banded C, reading bands - 1 vectors of history at every step is what costs. Instead, every
 T steps one pass over the history computes what all of it contributes to each of the next T steps,
@@ -44,7 +48,8 @@ class Step:
     draws: tuple[tuple[int, float], ...]  # (step of z, feed)
     reads: tuple[tuple[int, float], ...]  # (slot of the history, weight)
     prepared: int | None = None  # row of the prepared sums to add
-    store: int | None = None  # slot that y goes to
+    store: int | None = None  # slot that y goes to, or z
+    stores_input: bool = False  # z of this step goes there, which is the first of the draws
     decays: tuple[float, ...] = ()  # of the buffers
     forward: tuple[tuple[float, ...], ...] = ()  # weights of the same reads in the next prepared rows
 
@@ -61,23 +66,38 @@ def best_lookahead(bands: int, inner: int | None = None) -> int:
     return min(MAX_LOOKAHEAD, round(math.sqrt(2 * bands)))
 
 
-def vectors_held(strategy: Strategy, device: str | None = None, max_vectors: int | None = None) -> int:
-    """Vectors of the model's size that an engine keeps there; for None the device that keeps more."""
+def vectors_held(
+    strategy: Strategy,
+    device: str | None = None,
+    max_vectors: int | None = None,
+    kept_inputs: int | None = 0,
+) -> int:
+    """Vectors of the model's size that an engine keeps there; for None the device that keeps more.
+
+    >>> from bandmf.strategies import BandedInverse
+    >>> strategy = BandedInverse([1.0, -0.5, -0.1, -0.05], steps=100)
+    >>> vectors_held(strategy), vectors_held(strategy, kept_inputs=None)
+    (0, 3)
+    """
     devices = DEVICES if device is None else (device,)
-    return max(Schedule(strategy, inner=INNER[kind], max_vectors=max_vectors).vectors for kind in devices)
+    return max(
+        Schedule(strategy, inner=INNER[kind], max_vectors=max_vectors, kept_inputs=kept_inputs).vectors
+        for kind in devices
+    )
 
 
 class Schedule:
     """The steps of a strategy, with look-ahead `lookahead` (chosen if None, 1 for none) and `inner` level.
 
-    `max_vectors` caps the memory: the look-ahead is then chosen as large as fits.
+    `kept_inputs` is how many of the last z a banded C^-1 keeps, None for all that it needs; others are drawn again.
+    `max_vectors` caps the memory: the look-ahead is then chosen as large as fits, and so are kept inputs of None.
 
     >>> from bandmf.strategies import BandedToeplitz
     >>> schedule = Schedule(BandedToeplitz([1.0, 0.5], 8, normalize_columns=False))
     >>> schedule.slots, schedule.lookahead
     (1, 1)
     >>> schedule.step(3)
-    Step(draws=((3, 1.0),), reads=((0, -0.5),), prepared=None, store=0, decays=(), forward=())
+    Step(draws=((3, 1.0),), reads=((0, -0.5),), prepared=None, store=0, stores_input=False, decays=(), forward=())
     """
 
     def __init__(
@@ -86,13 +106,25 @@ class Schedule:
         lookahead: int | None = None,
         inner: int | None = None,
         max_vectors: int | None = None,
+        kept_inputs: int | None = 0,
     ) -> None:
         self.strategy = strategy
         self.steps = strategy.steps
         self.recurrence = strategy.recurrence
+        self.kept_inputs = self._kept_inputs(kept_inputs, max_vectors)
         self.slots = self._slots()
         self.lookahead = self._lookahead(lookahead, inner, max_vectors)
         self.inner = min(inner or self.lookahead, self.lookahead)
+
+    def _kept_inputs(self, wanted: int | None, max_vectors: int | None) -> int:
+        if not isinstance(self.recurrence, InputRecurrence):
+            return _check.whole(
+                "kept_inputs", 0 if wanted is None else wanted, 0, 0, "0 (only for banded C^-1)"
+            )
+        most, why = min(self.recurrence.bands, self.steps) - 1, "bands of C^-1, less one"
+        if max_vectors is not None and max_vectors < most:
+            most, why = max(0, max_vectors), f"max_vectors={max_vectors}"
+        return most if wanted is None else _check.whole("kept_inputs", wanted, 0, most, f"{most} ({why})")
 
     def _slots(self) -> int:
         match self.recurrence:
@@ -101,7 +133,7 @@ class Schedule:
             case BufferRecurrence(scales=scales):
                 return len(scales)
             case InputRecurrence():
-                return 0
+                return self.kept_inputs
 
     def _lookahead(self, wanted: int | None, inner: int | None, max_vectors: int | None) -> int:
         room = MAX_LOOKAHEAD if max_vectors is None else max_vectors - self.slots
@@ -144,9 +176,8 @@ class Schedule:
                 return (
                     self._ahead(i, refreshed) if self.lookahead > 1 else self._output(i, min(i, self.slots))
                 )
-            case InputRecurrence(row=row):
-                weights = row(i)[: i + 1]  # mostly zero for tree aggregation: draw no more than needed
-                return Step(tuple((i - int(r), float(weights[r])) for r in np.flatnonzero(weights)), ())
+            case InputRecurrence():
+                return self._input(i)
             case BufferRecurrence(scales=scales, decays=decays):
                 reads = tuple((k, -float(scale)) for k, scale in enumerate(scales))
                 return Step(((i, 1.0),), reads, decays=tuple(float(decay) for decay in decays))
@@ -157,6 +188,14 @@ class Schedule:
         reads = tuple(((i - r) % self.slots, -float(row[r])) for r in range(1, reach + 1))
         feed = float(1 / self.recurrence.row(i)[0])  # type: ignore[union-attr]
         return Step(((i, feed),), reads, store=i % self.slots if self.slots else None)
+
+    def _input(self, i: int) -> Step:
+        """Step i of a banded C^-1: recent z are read, where they are kept, and older ones drawn again."""
+        weights = self.recurrence.row(i)[: i + 1]  # type: ignore[union-attr]
+        needed = [int(r) for r in np.flatnonzero(weights)]  # few for tree aggregation
+        reads = tuple(((i - r) % self.slots, float(weights[r])) for r in needed if 0 < r <= self.kept_inputs)
+        draws = tuple((i - r, float(weights[r])) for r in needed if r == 0 or r > self.kept_inputs)
+        return Step(draws, reads, store=i % self.slots if self.slots else None, stores_input=self.slots > 0)
 
     def _ahead(self, i: int, refreshed: int) -> Step:
         base = self.base(i)

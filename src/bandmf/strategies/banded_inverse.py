@@ -6,7 +6,8 @@
         (1 - x)^(1/2) = 1 - x/2 - x^2/8 - x^3/16 - 5 x^4/128 - ...
     lambda-CGD (Kalinin, McKenna, Pagh, Lampert 2026):  r = (1, -lambda)
 
-Nothing is stored between steps: the past z are drawn again from the key. C itself is full.
+Nothing is stored between steps: the past z are drawn again from the key (unless the noise engine is told to keep
+them). C itself is full.
 """
 
 from __future__ import annotations

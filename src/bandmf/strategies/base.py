@@ -25,7 +25,7 @@ class OutputRecurrence:
 
 @dataclass(frozen=True)
 class InputRecurrence:
-    """Banded C^-1: y_i = sum_{r < bands} row(i)[r] z_{i-r}; past inputs are drawn again, nothing is kept."""
+    """Banded C^-1: y_i = sum_{r < bands} row(i)[r] z_{i-r}; past inputs are drawn again, or kept."""
 
     row: Callable[[int], FloatArray]
     bands: int

@@ -60,14 +60,23 @@ class Engine:
 
     `init` takes arrays as well as shapes; the history is sharded like arrays with a NamedSharding. With
     `mesh` it is flattened over all devices of that mesh instead, whatever the sharding of the gradients.
+    A banded inverse draws past z again and keeps nothing; `kept_inputs` of the last z are kept instead (None: all
+    that it needs and that fit in `max_vectors`), which takes as many vectors and saves as many draws a step.
     Gradients may be any pytree of arrays; its leaves are named by their path, "layer.weight".
     """
 
     @renamed_arguments(rounds="cipher_rounds")
     def __init__(
-        self, strategy: Strategy, key: Key | None = None, *, cipher_rounds: int = 20, mesh: Mesh | None = None
+        self,
+        strategy: Strategy,
+        key: Key | None = None,
+        *,
+        cipher_rounds: int = 20,
+        max_vectors: int | None = None,
+        kept_inputs: int | None = 0,
+        mesh: Mesh | None = None,
     ) -> None:
-        self.schedule = Schedule(strategy, None if _no_lookahead(strategy) else 1)
+        self.schedule = Schedule(strategy, lookahead=1, max_vectors=max_vectors, kept_inputs=kept_inputs)
         _check.whole("steps", self.schedule.steps, 1, 2**31 - 1, "2^31 - 1 (the step is 32 bits in JAX)")
         self.key = Key() if key is None else key
         self.cipher_rounds = _check.choice("cipher_rounds", cipher_rounds, chacha.CIPHER_ROUNDS)
@@ -113,9 +122,9 @@ class Engine:
     def _add(self, state: State, gradients: Any, scale: Any, noise_key: Array) -> tuple[Any, State]:
         feeds, weights = self._coefficients(state.step)
         leaves, history, noisy = named(gradients), {}, {}
-        drawn = self._white(state.step, feeds, noise_key)
-        for name in state.history:
-            y, history[name] = self._advance(state.step, drawn[name], weights, state.history[name])
+        newest, drawn = self._white(state.step, feeds, noise_key)
+        for name, past in state.history.items():
+            y, history[name] = self._advance(state.step, newest[name], drawn[name], weights, past)
             noise = self._layouts[name].to_gradient(y)
             wide = jnp.promote_types(leaves[name].dtype, jnp.float32)
             sum_ = leaves[name].astype(wide) + jnp.asarray(scale, wide) * noise.astype(wide)
@@ -131,22 +140,29 @@ class Engine:
         valid = step < self.schedule.steps
         return jnp.where(valid, feeds, jnp.nan), jnp.asarray(self._table.weights)[row]
 
-    def _white(self, step: Array, feeds: Array, noise_key: Array) -> dict[str, Array]:
-        """The sum of the step's draws, for every tensor."""
+    def _white(
+        self, step: Array, feeds: Array, noise_key: Array
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
+        """z of the step, and the sum of all its draws, for every tensor."""
 
         def z(r: Array | int) -> dict[str, Array]:
-            drawn = white(self._layouts, noise_key, step - r, self.cipher_rounds)
+            return white(self._layouts, noise_key, step - r, self.cipher_rounds)
+
+        def fed(r: Array | int, drawn: dict[str, Array]) -> dict[str, Array]:
             return {name: feeds[r] * value for name, value in drawn.items()}
 
-        if not isinstance(self.schedule.recurrence, InputRecurrence):
-            return z(0)
-
         def more(r: Array, total: dict[str, Array]) -> dict[str, Array]:
-            return lax.cond(feeds[r] != 0, lambda: jax.tree.map(jnp.add, total, z(r)), lambda: total)
+            return lax.cond(feeds[r] != 0, lambda: jax.tree.map(jnp.add, total, fed(r, z(r))), lambda: total)
 
-        return lax.fori_loop(1, len(feeds), more, z(0))  # past z are drawn again, where they are needed
+        newest = z(0)
+        first = 1 + self.schedule.kept_inputs  # past z that is not kept is drawn again, where it is needed
+        if first >= len(feeds):
+            return newest, fed(0, newest)
+        return newest, lax.fori_loop(first, len(feeds), more, fed(0, newest))
 
-    def _advance(self, step: Array, white: Array, weights: Array, history: Array) -> tuple[Array, Array]:
+    def _advance(
+        self, step: Array, newest: Array, white: Array, weights: Array, history: Array
+    ) -> tuple[Array, Array]:
         """y and the next history."""
         slots = self.schedule.slots
         if slots == 0:
@@ -157,7 +173,8 @@ class Engine:
             return y, decays.reshape(-1, *[1] * y.ndim) * history + y
         age = (step - 1 - jnp.arange(slots)) % slots  # of the vector in each slot, counted from the newest
         y = white + _combine(weights[age], history)
-        return y, lax.dynamic_update_index_in_dim(history, y, step % slots, 0)
+        kept = newest if isinstance(self.schedule.recurrence, InputRecurrence) else y
+        return y, lax.dynamic_update_index_in_dim(history, kept, step % slots, 0)
 
     def _check(self, state: State, gradients: Any) -> None:
         self._provenance.expect(state.provenance)
@@ -203,10 +220,6 @@ class Engine:
 def _combine(weights: Array, history: Array) -> Array:
     """sum_s weights_s history[s]."""
     return jnp.sum(weights.reshape(-1, *[1] * (history.ndim - 1)) * history, axis=0)
-
-
-def _no_lookahead(strategy: Strategy) -> bool:
-    return isinstance(strategy.recurrence, (InputRecurrence, BufferRecurrence))
 
 
 def named(tree: Any) -> dict[str, Any]:

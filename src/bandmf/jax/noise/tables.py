@@ -27,7 +27,7 @@ class Table(NamedTuple):
 
 
 def table(schedule: Schedule) -> Table:
-    """The table of a strategy. `weights` belong to y_{i-1}, y_{i-2}, ... or to the buffers."""
+    """The table of a strategy. `weights` belong to y_{i-1}, y_{i-2}, ..., to the kept z_{i-1}, ... or to buffers."""
     recurrence = schedule.recurrence
     if isinstance(recurrence, BufferRecurrence):
         one, scales = np.ones((1, 1)), recurrence.scales
@@ -35,7 +35,10 @@ def table(schedule: Schedule) -> Table:
     starts, rows = _distinct(_rows(schedule))
     if isinstance(recurrence, OutputRecurrence):
         return _float32(starts, 1 / rows[:, :1], -rows[:, 1:] / rows[:, :1])
-    return _float32(starts, rows, rows[:, :0])
+    kept = slice(1, 1 + schedule.kept_inputs)
+    feeds = rows.copy()
+    feeds[:, kept] = 0
+    return _float32(starts, feeds, rows[:, kept])
 
 
 def _float32(starts: np.ndarray, feeds: np.ndarray, weights: np.ndarray) -> Table:

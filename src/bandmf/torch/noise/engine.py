@@ -66,7 +66,9 @@ class Engine:
     noise, before the gradients are summed over the group (see bandmf.torch.noise.shards).
     `check_finite=False` saves one read of the gradients and, on CUDA, one synchronization.
     `kernels` is "triton" or "torch"; None takes Triton on CUDA where it is installed. `max_vectors` caps the
-    memory (`plan.max_vectors`, for a plan with a memory limit).
+    memory (`plan.max_vectors`, for a plan with a memory limit). A banded inverse draws past z again and keeps
+    nothing; `kept_inputs` of the last z are kept instead (None: all that it needs and that fit in `max_vectors`),
+    which takes as many vectors and saves as many draws a step.
     """
 
     @renamed_arguments(rounds="cipher_rounds")
@@ -78,13 +80,15 @@ class Engine:
         cipher_rounds: int = 20,
         lookahead: int | None = None,
         max_vectors: int | None = None,
+        kept_inputs: int | None = 0,
         group: dist.ProcessGroup | None = None,
         check_finite: bool = True,
         kernels: str | None = None,
     ) -> None:
         self._kernels = _check.choice("kernels", kernels, (None, *KERNELS))
         self._triton = _wants_triton(kernels)
-        self.schedule = Schedule(strategy, lookahead, INNER["cuda" if self._triton else "cpu"], max_vectors)
+        inner = INNER["cuda" if self._triton else "cpu"]
+        self.schedule = Schedule(strategy, lookahead, inner, max_vectors, kept_inputs)
         self.key = Key() if key is None else key
         self.cipher_rounds = cipher_rounds
         self._group = group

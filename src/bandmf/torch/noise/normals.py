@@ -30,17 +30,18 @@ class Drawer:
             self._source = TorchSource(secret, cipher_rounds, device)
         self.chunk = self._source.CHUNK
 
-    def white(self, step: Step, tensor: int, region: Region, begin: int, end: int) -> Any:
-        """The sum of the step's draws: scratch, which may be overwritten."""
+    def white(self, step: Step, tensor: int, region: Region, begin: int, end: int) -> tuple[Any, Any]:
+        """The sum of the step's draws, and z itself where the step stores it: scratch, which may be overwritten."""
         (drawn, feed), *more = step.draws
         y = self._draw(drawn, tensor, region, begin, end)
+        newest = y + 0 if step.stores_input else None
         if feed != 1:
             y *= feed
         if more:
             y = y + 0  # a copy, as the next draw overwrites it
         for drawn, feed in more:
             y += feed * self._draw(drawn, tensor, region, begin, end)
-        return y
+        return y, newest
 
     def _draw(self, step: int, tensor: int, region: Region, begin: int, end: int) -> Any:
         if region.contiguous:

@@ -44,14 +44,14 @@ class TorchExecutor:
     def _advance(self, step: Step, one: Slice, gradient: torch.Tensor, scale: float) -> None:
         history, prepared, target = _arrays(one.history), _arrays(one.prepared), _arrays(gradient)
         for begin, end in self._cut(one.region):
-            y = self._drawer.white(step, one.tensor, one.region, begin, end)
+            y, newest = self._drawer.white(step, one.tensor, one.region, begin, end)
             if step.prepared is not None:
                 y += prepared[step.prepared, begin:end]
             else:
                 for slot, weight in step.reads:
                     y += weight * history[slot, begin:end]
             if step.store is not None:
-                history[step.store, begin:end] = y
+                history[step.store, begin:end] = y if newest is None else newest
             for slot, decay in enumerate(step.decays):
                 history[slot, begin:end] *= decay
                 history[slot, begin:end] += y

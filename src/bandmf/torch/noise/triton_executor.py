@@ -102,6 +102,7 @@ class TritonExecutor:
             "AHEAD": step.prepared is not None,
             "FORWARD": len(step.forward) > 0,
             "REDRAW": len(step.draws) > 1,
+            "STORE_INPUT": step.stores_input,
             "CIPHER_ROUNDS": self._cipher_rounds,
             "GROUPS": GROUPS,
             "num_warps": STEP_WARPS,

@@ -1,8 +1,8 @@
 """The fused Triton kernels: drawing, combining, storing and adding in one pass.
 
-A program of the step kernel owns whole groups of 2048 coordinates. It reads the history it needs, draws z in
-registers, and writes y to the ring and to the gradient: nothing else touches memory. Offsets into the history
-are 64-bit, because slots * coordinates passes 2^31.
+A program of the step kernel owns whole groups of 2048 coordinates. It reads the history it needs, draws z, and
+past z that is not kept, in registers, and writes y (or z, for kept inputs) to the ring and y to the gradient:
+nothing else touches memory. Offsets into the history are 64-bit, because slots * coordinates passes 2^31.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def step_kernel(
     AHEAD: tl.constexpr,
     FORWARD: tl.constexpr,
     REDRAW: tl.constexpr,
+    STORE_INPUT: tl.constexpr,
     CIPHER_ROUNDS: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
@@ -46,7 +47,7 @@ def step_kernel(
     _step(
         program, gradient, history, prepared, size, shift, first_group, tensor, table, key, stride,
         prepared_stride, step, scale, width, reads, draws, store, decays, forward,
-        AHEAD, FORWARD, REDRAW, CIPHER_ROUNDS, GROUPS,
+        AHEAD, FORWARD, REDRAW, STORE_INPUT, CIPHER_ROUNDS, GROUPS,
     )  # fmt: skip
 
 
@@ -72,6 +73,7 @@ def joint_step_kernel(
     AHEAD: tl.constexpr,
     FORWARD: tl.constexpr,
     REDRAW: tl.constexpr,
+    STORE_INPUT: tl.constexpr,
     CIPHER_ROUNDS: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
@@ -91,7 +93,7 @@ def joint_step_kernel(
     _step(
         program, gradient, history, prepared, size, shift, first_group, tensor, table, key, stride,
         prepared_stride, step, scale, width, reads, draws, store, decays, forward,
-        AHEAD, FORWARD, REDRAW, CIPHER_ROUNDS, GROUPS,
+        AHEAD, FORWARD, REDRAW, STORE_INPUT, CIPHER_ROUNDS, GROUPS,
     )  # fmt: skip
 
 
@@ -120,6 +122,7 @@ def _step(
     AHEAD: tl.constexpr,
     FORWARD: tl.constexpr,
     REDRAW: tl.constexpr,
+    STORE_INPUT: tl.constexpr,
     CIPHER_ROUNDS: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
@@ -140,13 +143,19 @@ def _step(
             weight = _float(table + 2 * width + k)
             y += weight * tl.load(history + slot * stride + place, mask=inside, other=0.0)
     group = first_group + program * GROUPS
-    y += _float(table + 4 * width) * _draw(key, group, step, tensor, CIPHER_ROUNDS, GROUPS)
+    z = _draw(key, group, step, tensor, CIPHER_ROUNDS, GROUPS)
+    if STORE_INPUT:
+        # The slot was just read, and z does not depend on what was there, as y does: wait for all threads.
+        tl.debug_barrier()
+        tl.store(history + store.to(tl.int64) * stride + place, z, mask=inside)
+    y += _float(table + 4 * width) * z
     if REDRAW:
         for k in range(1, draws):
             ago = tl.load(table + width + k)
             y += _float(table + 4 * width + k) * _draw(key, group, step - ago, tensor, CIPHER_ROUNDS, GROUPS)
-    if store >= 0:
-        tl.store(history + store.to(tl.int64) * stride + place, y, mask=inside)
+    if not STORE_INPUT:  # noqa: SIM102 (this is known when compiling, the other when running)
+        if store >= 0:
+            tl.store(history + store.to(tl.int64) * stride + place, y, mask=inside)
     for k in range(decays):
         buffer = history + tl.cast(k, tl.int64) * stride + place
         decayed = _float(table + 3 * width + k) * tl.load(buffer, mask=inside, other=0.0)

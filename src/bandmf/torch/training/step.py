@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 from bandmf.ledger import Ledger
 from bandmf.planning import Plan
 from bandmf.randomness.key import Key
-from bandmf.sampling import Indices, Sampler
+from bandmf.randomness.stream import Indices
+from bandmf.sampling import Sampler
 from bandmf.torch.clipping.protocol import Clipping
 from bandmf.torch.clipping.watch import Watch
 from bandmf.torch.noise.engine import Engine

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bandmf._types import IntArray
 from bandmf.randomness.key import Key
-from bandmf.sampling import Stream
+from bandmf.randomness.stream import Stream
 from bandmf.torch.noise.shards import local
 
 CHUNK = 1 << 22  # words at a time where there is no fused kernel
