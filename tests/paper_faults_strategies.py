@@ -100,7 +100,7 @@ FAULTS: dict[str, Fault] = {
     "memory-hundreds": scaled("bytes", 6, bands=100),
     "memory-overhead": scaled("bytes", 1.2, bands=64),
     # momentum
-    "momentum-fine": scaled("for_running_sums", 0.99, steps=4096, bands=64),
+    "momentum-fine": scaled("for_running_sums", 1.06, steps=4096, bands=64),
     "cooldown-alone": scaled("for_running_sums", 1.002, steps=1024, bands=16, momentum=0),
     # beyond the paper
     "general-million": scaled("general_gap", 10, part="general", steps=10**6),

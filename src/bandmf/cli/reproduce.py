@@ -36,12 +36,19 @@ def reproduce(
     if not names:
         _print_names(json)
         return
+    if "all" in names and len(names) > 1:
+        raise ValueError("all: stands for every experiment; give it alone, or names")
     chosen = paper.NAMES if names == ["all"] else tuple(dict.fromkeys(names))
     if jobs == 0 or jobs < -1:
         raise ValueError(f"jobs={jobs}: must be -1 or at least 1")
-    experiments = _find(chosen, everything=names == ["all"])
+    experiments, out = _find(chosen, everything=names == ["all"]), out.resolve()
+    page.check(out)
     out.mkdir(parents=True, exist_ok=True)
-    seconds = _run(experiments, out, quick, fresh, jobs)
+    try:
+        seconds = _run(experiments, out, quick, fresh, jobs)
+    except KeyboardInterrupt:
+        show.messages.print("stopped; what was computed is kept: the same command goes on from there")
+        raise typer.Exit(130) from None
     page.note_run(out, seconds, quick)
     written = page.write(out)
     own = {one.name for one in experiments}
@@ -70,20 +77,25 @@ def _find(names: tuple[str, ...], everything: bool) -> list[Experiment]:
     return found
 
 
-def _run(experiments: list[Experiment], out: Path, quick: bool, fresh: bool, jobs: int) -> dict[str, float]:
-    """Seconds of each experiment."""
+def _run(
+    experiments: list[Experiment], out: Path, quick: bool, fresh: bool, jobs: int
+) -> dict[str, float | None]:
+    """Seconds of each experiment; None where nothing had to be computed."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    seconds = {}
+    seconds: dict[str, float | None] = {}
     with Progress(*columns, console=show.messages, transient=True) as bars:
         whole = bars.add_task("experiments", total=len(experiments))
         for one in experiments:
             bar, start = bars.add_task(one.name, total=None), time.perf_counter()
 
-            def progress(done: int, of: int, bar: TaskID = bar) -> None:
+            seen: list[int] = []
+
+            def progress(done: int, of: int, bar: TaskID = bar, seen: list[int] = seen) -> None:
                 bars.update(bar, completed=done, total=of)
+                seen.append(done)
 
             run(one, out, quick=quick, fresh=fresh, jobs=jobs, progress=progress)
-            seconds[one.name] = time.perf_counter() - start
+            seconds[one.name] = time.perf_counter() - start if len(seen) > 1 else None
             bars.remove_task(bar)
             bars.advance(whole)
     return seconds
@@ -96,14 +108,15 @@ def _print_names(as_json: bool) -> None:
         show.print_json({"experiments": rows})
         return
     table = Table(title="bandmf reproduce NAME..., or all", title_justify="left", box=None, padding=(0, 1))
-    for name in ("name", "what", "in the paper"):
+    table.add_column("name", no_wrap=True)
+    for name in ("what", "in the paper"):
         table.add_column(name)
     for one in found:
         table.add_row(one.name, one.title, one.place)
     show.console.print(table)
 
 
-def _print_json(judged: list[page.Judged], seconds: dict[str, float]) -> None:
+def _print_json(judged: list[page.Judged], seconds: dict[str, float | None]) -> None:
     rows = [
         {
             "experiment": each.experiment.name, "claim": each.claim.name, "statement": each.claim.statement,
@@ -121,5 +134,6 @@ def _print(judged: list[page.Judged]) -> None:
         table.add_column(name)
     for each in judged:
         color = _COLORS[each.verdict.outcome]
-        table.add_row(each.claim.statement, f"[{color}]{each.verdict.outcome}[/]", each.verdict.number)
+        words = "; ".join(part for part in (each.verdict.number, each.verdict.remark) if part)
+        table.add_row(each.claim.statement, f"[{color}]{each.verdict.outcome}[/]", words)
     show.console.print(table, highlight=False)

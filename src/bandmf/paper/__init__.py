@@ -6,9 +6,9 @@ is one experiment; here they are in the paper's order.
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from importlib import import_module
 
-from bandmf import _check
 from bandmf.paper.experiment import Experiment
 
 _ROOMS = {
@@ -44,5 +44,8 @@ def experiment(name: str) -> Experiment:
     >>> experiment("example").title
     'The 9 x 9 example'
     """
-    _check.choice("name", name, NAMES)
+    if name not in NAMES:
+        near = get_close_matches(name, NAMES, 1)
+        meant = f"did you mean {near[0]}?" if near else "`bandmf reproduce` lists them"
+        raise ValueError(f"name={name!r}: no experiment has it; {meant}")
     return import_module(f"bandmf.paper.{_ROOMS[name]}.{name}").EXPERIMENT

@@ -59,6 +59,7 @@ class Experiment:
     claims: tuple[Claim, ...]
     alone: bool = False
     recorded: str | None = None
+    note: str = ""  # what a reader must know of the numbers
     version: int = 1  # raise it when compute gives other numbers: points cached before are then ignored
 
 

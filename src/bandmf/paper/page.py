@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from bandmf.paper import NAMES, experiment
 from bandmf.paper import table as tables
 from bandmf.paper.experiment import Claim, Experiment, Outcome, Verdict
 
-_RUN = "run.json"
+_RUN, _TITLE = "run.json", "# The paper, reproduced"
 _PACKAGES = ("numpy", "scipy", "dp-accounting")
 _COUNTED: dict[Outcome, tuple[str, str]] = {
     "holds": ("holds", "hold"),
@@ -61,42 +62,57 @@ def count(judged: list[Judged]) -> str:
     return f"{len(judged)} claim{'s' * (len(judged) != 1)}{of}"
 
 
-def note_run(folder: Path, seconds: dict[str, float], quick: bool) -> None:
-    """Keep when and where the numbers were computed; earlier times of other experiments remain."""
+def note_run(folder: Path, seconds: dict[str, float | None], quick: bool) -> None:
+    """Keep when and where each experiment was computed; `seconds` is None where its points were cached."""
     path = folder / _RUN
-    before = json.loads(path.read_text()) if path.exists() else {}
-    entry = {
-        "date": date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
-        "versions": {name: version(name) for name in _PACKAGES},
-        "quick": quick,
-        "seconds": {**before.get("seconds", {}), **{name: round(each, 1) for name, each in seconds.items()}},
-    }
-    path.write_text(json.dumps(entry, indent=1) + "\n")
+    known = json.loads(path.read_text()) if path.exists() else {}
+    for name, each in seconds.items():
+        before = known.get(name, {})
+        if each is None and before.get("quick") == quick:
+            continue
+        known[name] = {
+            "date": date.today().isoformat(),
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+            "versions": {package: version(package) for package in _PACKAGES},
+            "quick": quick,
+            "seconds": None if each is None else round(each, 1),
+        }
+    path.write_text(json.dumps({name: known[name] for name in NAMES if name in known}, indent=1) + "\n")
+
+
+def check(folder: Path) -> None:
+    """Fail, before anything is computed, if the page would replace a file that is none of ours."""
+    path = page_of(folder)
+    if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(_TITLE):
+        raise ValueError(f"out={str(folder)!r}: {path.name} beside it is another page; choose another folder")
+
+
+def page_of(folder: Path) -> Path:
+    """FOLDER.md, beside the folder."""
+    if not folder.name:
+        raise ValueError(f"out={str(folder)!r}: must be a folder with a name, for the page beside it")
+    return folder.with_name(f"{folder.name}.md")
 
 
 def write(folder: Path) -> Path:
-    """FOLDER.md, beside the folder."""
-    path = folder.with_name(f"{folder.name}.md")
+    """The page on the files of a folder."""
+    path = page_of(folder)
     path.write_text(text(folder), encoding="utf-8")
     return path
 
 
 def text(folder: Path) -> str:
-    """The page on the files of a folder."""
+    """The words of the page."""
     judged, made = judge(folder), json.loads((folder / _RUN).read_text())
-    versions = ", ".join(f"{name} {number}" for name, number in made["versions"].items())
-    sizes = "`bandmf reproduce all --quick`, at small sizes" if made["quick"] else "`bandmf reproduce all`"
     own = [each for each in judged if not each.claim.of_the_paper]
     paper = [each for each in judged if each.claim.of_the_paper]
-    beyond = f" Findings beyond it: {count(own)}." if own else ""
+    beyond = f" Beyond the paper, {count(own)}." if own else ""
     lines = [
-        "# The paper, reproduced",
+        _TITLE,
         "",
-        f"**Of the paper, {count(paper)}.**{beyond} Each number comes from the CSV under its picture, each verdict",
-        f"from that CSV alone. Computed on {made['date']} by {sizes}, {_minutes(made['seconds'])} in all",
-        f"({made['machine']}; {versions}). What was measured on a GPU is recorded, with its date in the CSV.",
-        "The claims are in our words.",
+        f"**In the paper, {count(paper)}.**{beyond} Each number comes from the CSV file under its picture, each",
+        "verdict from that file alone; rows measured on a GPU were recorded, with their date. Claims are in our words.",
+        *_made(list(made.values())),
         "",
         "| claim | place | verdict | our number |",
         "| --- | --- | --- | --- |",
@@ -107,25 +123,38 @@ def text(folder: Path) -> str:
             f"| {statement} | {_cell(each.claim.place)} | {_mark(verdict)} | {_cell(verdict.number)} |"
         )
     for name in dict.fromkeys(each.experiment.name for each in judged):
-        lines += _section(folder, [each for each in judged if each.experiment.name == name], made["seconds"])
+        lines += _section(
+            folder, [each for each in judged if each.experiment.name == name], made.get(name, {})
+        )
     return "\n".join(lines) + "\n"
 
 
-def _section(folder: Path, judged: list[Judged], seconds: dict[str, float]) -> list[str]:
+def _made(runs: list[dict[str, Any]]) -> list[str]:
+    """When, where and how fast."""
+    dates = sorted({run["date"] for run in runs})
+    machines = sorted({run["machine"] for run in runs})
+    versions = sorted({f"{name} {number}" for run in runs for name, number in run["versions"].items()})
+    minutes = sum(run["seconds"] or 0 for run in runs) / 60
+    small = sum(run["quick"] for run in runs)
+    sizes = f", {small} of them at small sizes (`--quick`)" if small else ""
+    return [
+        f"Computed by `bandmf reproduce` on {' and '.join(dates)}: {len(runs)} experiments{sizes},",
+        f"{minutes:.0f} minutes in all ({'; '.join(machines)}; {', '.join(versions)}).",
+    ]
+
+
+def _section(folder: Path, judged: list[Judged], made: dict[str, Any]) -> list[str]:
     one = judged[0].experiment
-    took = f", {seconds[one.name]:.0f} s" if one.name in seconds else ""
+    took = f", {made['seconds']:.0f} s" if made.get("seconds") is not None else ""
     files = f"[CSV]({folder.name}/{one.name}.csv), `bandmf reproduce {one.name}`{took}"
     lines = ["", f"## {one.title}", "", f"{one.place}. {files}.", ""]
+    lines += [one.note, ""] if one.note else []
     lines += [f"![{one.title}]({folder.name}/{one.name}.png)", ""]
     for each in judged:
         remark = f" {_sentence(each.verdict.remark)}" if each.verdict.remark else ""
         number = f" {_sentence(each.verdict.number)}" if each.verdict.number else ""
         lines.append(f"- {each.claim.statement} **{each.verdict.outcome.capitalize()}.**{number}{remark}")
     return lines
-
-
-def _minutes(seconds: dict[str, float]) -> str:
-    return f"{sum(seconds.values()) / 60:.0f} minutes"
 
 
 def _sentence(words: str) -> str:

@@ -145,6 +145,7 @@ def draw(table: Table) -> Figure:
 
 EXPERIMENT = Experiment(
     name="against_epsilon",
+    note="n = 16,384 steps, k = 8 epochs, delta = 1e-8, running sums; columns normalized.",
     title="Every mechanism against epsilon",
     place="Figure 1b",
     points=points,

@@ -74,7 +74,7 @@ def at_most_steps(table: Table) -> Verdict:
         fewer = saving_with_fewer_bands(table, ratio)
         bands = min(fewer, key=lambda bands: abs(fewer[bands] - 0.25))
         remark = f"more than the paper says; {fewer[bands]:.1%} with {bands} bands instead of the best number"
-        return Verdict("does not hold", number, remark)
+        return Verdict("holds with a remark", number, remark)
     return Verdict("does not hold", number, "neither is 23 to 27 percent")
 
 
@@ -139,6 +139,7 @@ def draw(table: Table) -> Figure:
 
 EXPERIMENT = Experiment(
     name="against_steps_and_epochs",
+    note="delta = 1e-8, epsilon = 4; BLT with the best of one to five buffers.",
     title="Every mechanism against steps and epochs",
     place="Appendix F.2",
     points=points,

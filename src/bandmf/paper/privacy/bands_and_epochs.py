@@ -46,7 +46,7 @@ def amplified(table: Table, epochs: int, epsilon: float) -> float:
 
 
 def near_full_batch(table: Table, epochs: int, epsilon: float) -> Verdict:
-    """Nearly the same: within 10 percent."""
+    """ "Nearly the same": within 10 percent; up to 20 percent is a remark."""
     if not full_size(table):
         return not_judged
     ratio = dpsgd(table, epochs, epsilon)
@@ -55,7 +55,7 @@ def near_full_batch(table: Table, epochs: int, epsilon: float) -> Verdict:
         return Verdict("holds", number)
     enough = next(k for k in table.values("epochs") if dpsgd(table, k, epsilon) <= NEARLY)
     remark = f"more than 10 percent; {enough} epochs are {dpsgd(table, enough, epsilon) - 1:.1%} above"
-    return Verdict("does not hold", number, remark)
+    return Verdict("holds with a remark" if ratio <= 1.2 else "does not hold", number, remark)
 
 
 def dpsgd_at_one(table: Table) -> Verdict:
@@ -151,10 +151,10 @@ def sixteen_epochs(table: Table) -> Verdict:
         return Verdict("holds", number)
     capped = table.where(epochs=8, epsilon=8, bands=128).one("rmse")
     remark = (
-        "16 epochs are enough, but so are 8 with the best number of bands; with 128 bands, which the paper finds "
-        f"best, 8 epochs are at {grid.over_full_batch(table, capped, 8, 8):.3f}"
+        "8 epochs are enough, with the best number of bands; with 128 bands, which the paper finds best, 8 epochs are "
+        f"at {grid.over_full_batch(table, capped, 8, 8):.3f}"
     )
-    return Verdict("holds with a remark", number, remark)
+    return Verdict("does not hold", number, remark)
 
 
 def draw(table: Table) -> Figure:
@@ -191,6 +191,11 @@ def draw_epsilon(axis: Axes, table: Table, epsilon: float) -> None:
 
 EXPERIMENT = Experiment(
     name="bands_and_epochs",
+    note=(
+        "n = 16,384 steps, delta = 1e-8. Ratios are of the error of mean gradients, so that batches of "
+        "different size compare; bands are powers of two. Beyond 4,096 bands columns are not normalized, "
+        "which adds up to 1.5 percent at the right ends of the curves for one and two epochs."
+    ),
     title="Error against bands and epochs",
     place="Figure 2a and Appendix F.3",
     points=points,

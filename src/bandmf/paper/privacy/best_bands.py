@@ -159,6 +159,9 @@ def draw(table: Table) -> Figure:
 
 EXPERIMENT = Experiment(
     name="best_bands",
+    note=(
+        "n = 4,096 steps, delta = 1e-8; bands are powers of two, as in the paper (within a factor of two)."
+    ),
     title="The best number of bands",
     place="Figure 2b",
     points=points,

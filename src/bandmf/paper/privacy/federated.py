@@ -231,6 +231,10 @@ def draw_ratios(axis: Axes, table: Table, colors: dict[str, str], reference: str
 
 EXPERIMENT = Experiment(
     name="federated",
+    note=(
+        "n = 2,000 steps, at most 5 participations. BandToep is a banded Toeplitz strategy with 400 "
+        "bands, BLT(5) a BLT with five buffers, each made for the separation named."
+    ),
     title="When the minimum separation is not known",
     place="Appendix H",
     points=points,

@@ -162,6 +162,11 @@ def _draw(axis: Axes, rows: Table) -> None:
 
 EXPERIMENT = Experiment(
     name="noise_time",
+    note=(
+        "Times of noise are means over whole look-ahead periods: one pass over the history serves "
+        "several steps, at the cost of more memory, which is why many bands need not take longer than "
+        "few."
+    ),
     title="Time of noise and of clipping",
     place="Figure 3a",
     points=points,
