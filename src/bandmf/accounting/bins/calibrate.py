@@ -44,6 +44,9 @@ def calibrate(
     With more `seconds` than needed for .94 of delta, the rest is not used. `seed` is for tests; by default it
     is drawn afresh, as every attempt needs. `progress` is told, in words, what happens.
 
+    Compare strategies by `estimate` and certify the one that was chosen: the best of m certificates has m times
+    the probability of failure.
+
     >>> import numpy as np
     >>> certificate = calibrate(np.array([[1.0]]), 1.0, 1e-6)  # one position: the Gaussian mechanism has 4.2247
     >>> 4.2247 < certificate.sigma < 4.27, certificate.delta

@@ -36,7 +36,7 @@ from bandmf import _check
 from bandmf._types import FloatArray
 from bandmf.accounting.bins.loss import PrivacyLoss, log_mean_exp, log_removed
 
-MAX_LENGTH = 64
+MAX_LENGTH = 256
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,8 @@ def estimate(
         return remove_sums(privacy_loss(gram, sigma), epsilon, pilot.chain, samples, seed, stream=ESTIMATE)
 
     sigma, sums, slope = _solve(remove, sigma, delta)
+    bound = pilot.chain.bound(privacy_loss(gram, sigma), epsilon)
+    pilot = Pilot(pilot.chain, sums.mean, sums.variance / sums.mean**2, bound / sums.mean)
     added = add_sums(privacy_loss(gram, sigma), epsilon, samples, seed, stream=ESTIMATE)
     if added is not None and added[0].mean > delta:  # never seen, but not excluded
         sigma, sums, slope = _solve(lambda sigma: _added(gram, sigma, epsilon, samples, seed), sigma, delta)
@@ -94,6 +96,10 @@ def _tuned(gram: FloatArray, epsilon: float, delta: float, seed: int) -> tuple[f
         if abs(off) < 1.0:
             break
         sigma *= math.exp(min(max(-off / slope, -0.1), 0.1))
+    else:
+        raise _check.fail(
+            "epsilon", epsilon, f"no sigma was found for delta={delta}", "raise epsilon or delta"
+        )
     return sigma, pilot
 
 
