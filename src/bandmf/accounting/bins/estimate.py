@@ -25,6 +25,10 @@ from bandmf.accounting.events import MAX_EPSILON, MIN_EPSILON
 _ROUGH = 1024  # samples of a first look
 _BOUND_OVER_DELTA = 100.0  # about, for the chain of least bound
 _SLOPES = (-200.0, -2.0)  # of log delta over log sigma, that are believed
+_SHORT, _BASE = (
+    2e-3,
+    0.02,
+)  # steps of log sigma: too short for a slope (draws jump), and the one for the last slope
 _WINDOW = 0.15  # of log L around epsilon, for the posterior there
 Curve = Callable[[float], Sums]
 
@@ -130,9 +134,15 @@ def _solve(curve: Curve, sigma: float, delta: float) -> tuple[float, Sums, float
         if abs(step) < 1e-5:
             break
         sums = curve(math.exp(x + step))
-        slope = min(max((math.log(sums.mean / delta) - value) / step, _SLOPES[0]), _SLOPES[1])
+        if abs(step) > _SHORT:
+            slope = _believed((math.log(sums.mean / delta) - value) / step)
         x += step
-    return math.exp(x), sums, slope
+    ahead = curve(math.exp(x + _BASE))
+    return math.exp(x), sums, _believed(math.log(ahead.mean / sums.mean) / _BASE)
+
+
+def _believed(slope: float) -> float:
+    return min(max(slope, _SLOPES[0]), _SLOPES[1])
 
 
 def _posterior(
