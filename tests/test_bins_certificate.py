@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 from dataclasses import replace
@@ -71,6 +72,36 @@ def test_ten_thousand_certificates_cover_the_truth(name, direction, count):
 def test_a_planted_bound_without_margin_is_caught_by_the_coverage():
     gram, sigma, epsilon, remove, _ = CASES["two"]
     assert misses((gram, sigma, epsilon, remove), "remove", 300, 400, 0.05, lambda s, b, f: s.mean) > 0.3
+
+
+def false_certificates(tries, samples):
+    """The share of seeds that certify a delta which, less the failure of 5 percent, is just below the truth."""
+    gram, sigma, epsilon, remove, _ = CASES["two"]
+    failure, passed = 0.05, 0
+    for seed in range(tries):
+        given = {"samples": samples, "seed": seed, "chain": Chain(1.0, 2), "failure": failure, "workers": 1}
+        try:
+            certify(gram, sigma, epsilon, remove * (1 - 1e-9) + failure, **given)
+            passed += 1
+        except NotCertifiedError:
+            pass
+    return passed / tries
+
+
+def test_false_certificates_are_as_rare_as_they_say():
+    assert false_certificates(300, 100) <= 0.05
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("samples", [30, 3000])
+def test_of_ten_thousand_false_certificates_at_most_five_percent_pass(samples):
+    assert false_certificates(10_000, samples) <= 0.05
+
+
+def test_planted_certificates_without_margin_are_caught(monkeypatch):
+    module = importlib.import_module("bandmf.accounting.bins.certificate")
+    monkeypatch.setattr(module, "upper_bound", lambda sums, bound, failure: sums.mean)
+    assert false_certificates(300, 100) > 0.2
 
 
 def test_the_upper_bound_is_the_empirical_bernstein_bound():
