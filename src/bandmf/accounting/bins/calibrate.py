@@ -24,7 +24,7 @@ from bandmf.accounting.bins.tuning import LUCK, samples_for
 
 _AIM = 0.94  # of delta
 _USED = 0.8  # of the time that is left: the rest is for another attempt
-_LEAST, _PILOT_SAMPLES = 2_000, 2**14
+_LEAST = 2_000  # samples
 _PILOT_LUCK = 1.5  # standard errors of the pilot
 _MOST_ATTEMPTS = 20
 
@@ -56,7 +56,7 @@ def calibrate(
     seconds = _check.real("seconds", seconds, 0, open_low=True)
     root = secrets.randbits(120) if seed is None else _check.whole("seed", seed, 0, 2**120 - 1)
     tell = progress or (lambda text: None)
-    pilot = estimate(gram, epsilon, delta, samples=_PILOT_SAMPLES, seed=root)
+    pilot = estimate(gram, epsilon, delta, samples=_pilot_samples(gram), seed=root)
     tell(f"estimate: sigma={pilot.sigma:.4g}")
     if pilot.add >= 1:
         raise _no_half_space(gram, pilot.sigma, epsilon, delta)
@@ -96,6 +96,11 @@ def calibrate(
     )
 
 
+def _pilot_samples(gram: FloatArray) -> int:
+    """Fewer where each takes longer: a second or so at 128 positions, half a minute at 2048."""
+    return min(max(2**21 // len(gram), 2**11), 2**14)
+
+
 def _aim(
     gram: FloatArray, pilot: Estimate, epsilon: float, delta: float, most: int, log_term: float
 ) -> tuple[float, int, int]:
@@ -126,7 +131,7 @@ def _add_samples(
     side = half_space(loss, epsilon)
     if side is None or side.deterministic_bound() <= allowed:
         return 0
-    sampled = add_sums(loss, epsilon, _PILOT_SAMPLES, 0)
+    sampled = add_sums(loss, epsilon, _pilot_samples(gram), 0)
     assert sampled is not None
     sums, bound = sampled
     mean = max(sums.mean, 1e-3 * allowed)
