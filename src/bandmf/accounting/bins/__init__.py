@@ -1,0 +1,27 @@
+"""Balls-in-bins: certified sigma for examples that each draw one of b positions of a cycle, once and for all.
+
+>>> from bandmf.strategies import lambda_cgd
+>>> gram = gram_matrix(lambda_cgd(steps=32, correlation=0.5), cycle=8)
+>>> certificate = calibrate(gram, epsilon=8.0, delta=1e-5)
+>>> certificate.verify(gram) == certificate
+True
+"""
+
+from bandmf.accounting.bins.calibrate import calibrate
+from bandmf.accounting.bins.certificate import Certificate, NotCertifiedError, certify
+from bandmf.accounting.bins.chain import Chain
+from bandmf.accounting.bins.estimate import Estimate, estimate
+from bandmf.accounting.bins.gram import gram_matrix
+from bandmf.accounting.bins.verified import verify_once
+
+__all__ = [
+    "Certificate",
+    "Chain",
+    "Estimate",
+    "NotCertifiedError",
+    "calibrate",
+    "certify",
+    "estimate",
+    "gram_matrix",
+    "verify_once",
+]

@@ -1,0 +1,157 @@
+"""Sigma by Monte Carlo, with its standard error; and how delta depends on every entry of the Gram matrix.
+
+log delta falls almost linearly in log sigma (slope -20 to -45), and with common random numbers it is a smooth
+curve: a few secant steps. An estimate proves nothing; `calibrate` certifies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from bandmf import _check
+from bandmf._types import FloatArray
+from bandmf.accounting.bins import tuning
+from bandmf.accounting.bins.divergences import ESTIMATE, POSTERIOR, add_sums, remove_sums
+from bandmf.accounting.bins.gram import checked_gram
+from bandmf.accounting.bins.loss import privacy_loss
+from bandmf.accounting.bins.sampling import Sums, generator
+from bandmf.accounting.bins.tuning import Pilot
+from bandmf.accounting.events import MAX_EPSILON, MIN_EPSILON
+
+_ROUGH = 1024  # samples of a first look
+_BOUND_OVER_DELTA = 100.0  # about, for the chain of least bound
+_SLOPES = (-200.0, -2.0)  # of log delta over log sigma, that are believed
+_SHORT, _BASE = (
+    2e-3,
+    0.02,
+)  # steps of log sigma: too short for a slope (draws jump), and the one for the last slope
+_WINDOW = 0.15  # of log L around epsilon, for the posterior there
+Curve = Callable[[float], Sums]
+
+
+@dataclass(frozen=True, eq=False)
+class Estimate:
+    """Sigma at which the larger divergence is delta, as sampled.
+
+    `posterior` (on request) is T[i, j] = E[p_i p_j | L = e^epsilon], p the posterior of the position: the
+    derivative of delta by G[i, j] is proportional to it, so locally sigma^2 is proportional to sum T G.
+    """
+
+    sigma: float
+    relative_standard_error: float
+    slope: float  # of log delta over log sigma
+    pilot: Pilot
+    add: float  # the add divergence there; 1 where no half space bounds it
+    posterior: FloatArray | None = None
+
+
+def estimate(
+    gram: FloatArray,
+    epsilon: float,
+    delta: float,
+    *,
+    samples: int = 2**14,
+    seed: int = 0,
+    posterior: bool = False,
+) -> Estimate:
+    """The deviation of z at which balls-in-bins with this Gram matrix spends (epsilon, delta).
+
+    >>> import numpy as np
+    >>> found = estimate(np.array([[1.0]]), 1.0, 1e-6)  # one position: the Gaussian mechanism has 4.2247
+    >>> abs(found.sigma / 4.2247 - 1) < 4 * found.relative_standard_error < 0.01
+    True
+    """
+    gram = checked_gram(gram)
+    epsilon = _check.real("epsilon", epsilon, MIN_EPSILON, MAX_EPSILON)
+    delta = _check.real("delta", delta, 1e-15, 1, open_high=True)
+    samples = _check.whole("samples", samples, 64)
+    sigma, pilot = _tuned(gram, epsilon, delta, seed)
+
+    def remove(sigma: float) -> Sums:
+        return remove_sums(privacy_loss(gram, sigma), epsilon, pilot.chain, samples, seed, stream=ESTIMATE)
+
+    sigma, sums, slope = _solve(remove, sigma, delta)
+    bound = pilot.chain.bound(privacy_loss(gram, sigma), epsilon)
+    pilot = Pilot(pilot.chain, sums.mean, sums.variance / sums.mean**2, bound / sums.mean)
+    added = add_sums(privacy_loss(gram, sigma), epsilon, samples, seed, stream=ESTIMATE)
+    if added is not None and added[0].mean > delta:  # never seen, but not excluded
+        sigma, sums, slope = _solve(lambda sigma: _added(gram, sigma, epsilon, samples, seed), sigma, delta)
+        added = sums, added[1]
+    T = _posterior(gram, sigma, epsilon, pilot, samples, seed) if posterior else None
+    error = sums.standard_error / sums.mean / abs(slope)
+    return Estimate(sigma, error, slope, pilot, 1.0 if added is None else added[0].mean, T)
+
+
+def _added(gram: FloatArray, sigma: float, epsilon: float, samples: int, seed: int) -> Sums:
+    sampled = add_sums(privacy_loss(gram, sigma), epsilon, samples, seed, stream=ESTIMATE)
+    return Sums(samples, samples, samples, 1.0) if sampled is None else sampled[0]
+
+
+def _tuned(gram: FloatArray, epsilon: float, delta: float, seed: int) -> tuple[float, Pilot]:
+    """A sigma near the solution, and a chain that suits it."""
+    sigma, slope = _guess(gram, epsilon, delta), -30.0
+    for _ in range(20):
+        pilot = tuning.tune(privacy_loss(gram, sigma), epsilon, _ROUGH, seed)
+        off = math.log(max(pilot.mean, 1e-300) / delta)
+        if abs(off) < 1.0:
+            break
+        sigma *= math.exp(min(max(-off / slope, -0.1), 0.1))
+    else:
+        raise _check.fail(
+            "epsilon", epsilon, f"no sigma was found for delta={delta}", "raise epsilon or delta"
+        )
+    return sigma, pilot
+
+
+def _guess(gram: FloatArray, epsilon: float, delta: float) -> float:
+    """Where the best bound on the weights is some hundred times delta: bisection on a log scale, no sampling."""
+    row = gram[[int(np.argmax(gram.sum(axis=1)))]]
+
+    def excess(log_sigma: float) -> float:
+        K = row * math.exp(-2 * log_sigma)
+        least = min(float(tuning.log_bounds(K, len(gram), epsilon, a).min()) for a in (1.0, 2.0))
+        return least - math.log(_BOUND_OVER_DELTA * delta)
+
+    middle = math.log(row.max()) / 2
+    low, high = middle - 5, middle + 12
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if excess(middle) > 0 else (low, middle)
+    return math.exp(high)
+
+
+def _solve(curve: Curve, sigma: float, delta: float) -> tuple[float, Sums, float]:
+    """Sigma, sums and slope where the sampled curve meets delta: secant steps on log scales."""
+    slope = -30.0
+    x, sums = math.log(sigma), curve(sigma)
+    for _ in range(12):
+        value = math.log(sums.mean / delta)
+        step = min(max(-value / slope, -0.05), 0.05)
+        if abs(step) < 1e-5:
+            break
+        sums = curve(math.exp(x + step))
+        if abs(step) > _SHORT:
+            slope = _believed((math.log(sums.mean / delta) - value) / step)
+        x += step
+    ahead = curve(math.exp(x + _BASE))
+    return math.exp(x), sums, _believed(math.log(ahead.mean / sums.mean) / _BASE)
+
+
+def _believed(slope: float) -> float:
+    return min(max(slope, _SLOPES[0]), _SLOPES[1])
+
+
+def _posterior(
+    gram: FloatArray, sigma: float, epsilon: float, pilot: Pilot, samples: int, seed: int
+) -> FloatArray:
+    """T, from the samples with log L close to epsilon."""
+    loss = privacy_loss(gram, sigma)
+    T, rows = np.zeros_like(loss.K), max(32, 2**16 // loss.cycle)
+    for chunk in range(-(-samples // rows)):
+        p, weights = pilot.chain.near(loss, epsilon, _WINDOW, generator(seed, POSTERIOR, chunk), rows)
+        T += (p * weights[:, None]).T @ p
+    return T / T.sum()

@@ -1,0 +1,160 @@
+"""Sigma for balls-in-bins: estimates that match the reference, and certified ones a little above."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from bandmf.accounting.bins import NotCertifiedError, calibrate, estimate, gram_matrix
+from bandmf.accounting.bins.divergences import remove_sums
+from bandmf.accounting.bins.loss import privacy_loss
+from bandmf.accounting.bins.tuning import Pilot, samples_for
+from bandmf.strategies import Identity
+from bins_oracles import REFERENCE, TWO, gaussian_sigma, reference_strategy, two_position_deltas
+
+ONE = np.array([[1.0]])
+ROWS = REFERENCE["sigmas"]
+QUICK = [row for row in ROWS if (row["strategy"], row["epsilon"]) in {("bisr", 8.0), ("inverse", 2.0)}]
+
+
+def name(row):
+    return f"{row['strategy']}-{row['epsilon']:g}"
+
+
+def close_to_reference(row, samples):
+    found = estimate(reference_gram(row), row["epsilon"], REFERENCE["delta"], samples=samples)
+    off = found.sigma / row["sigma"] - 1
+    assert abs(off) < 0.005
+    assert abs(off) < 4 * np.hypot(found.relative_standard_error, row["relative_standard_error"])
+
+
+def reference_gram(row):
+    return gram_matrix(reference_strategy(row), REFERENCE["cycle"])
+
+
+@pytest.mark.parametrize("row", QUICK, ids=name)
+def test_estimates_are_within_half_a_percent_of_the_reference(row):
+    close_to_reference(row, 2**13)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("row", ROWS, ids=name)
+def test_all_estimates_are_within_half_a_percent_of_the_reference(row):
+    close_to_reference(row, 2**16)
+
+
+@pytest.mark.parametrize("epsilon", [0.1, 1.0, 10.0])
+@pytest.mark.parametrize("delta", [1e-3, 1e-9])
+def test_one_position_has_the_sigma_of_the_gaussian_mechanism(epsilon, delta):
+    found = estimate(4 * ONE, epsilon, delta, samples=2**12)
+    off = found.sigma / (2 * gaussian_sigma(epsilon, delta)) - 1
+    assert abs(off) < 4 * found.relative_standard_error + 1e-5
+    assert found.relative_standard_error < 0.01
+
+
+def test_an_estimate_is_a_function_of_its_seed():
+    first, again, other = (estimate(TWO, 1.0, 1e-4, samples=2**12, seed=seed) for seed in (1, 1, 2))
+    assert first.sigma == again.sigma != other.sigma
+
+
+def test_the_posterior_is_the_derivative_of_delta():
+    """T against differences of the quadrature, entry by entry: delta of K depends on K_ij as T_ij says."""
+    epsilon, delta = 1.0, 1e-3
+    found = estimate(TWO, epsilon, delta, samples=2**17, posterior=True)
+    K, T, h = TWO / found.sigma**2, found.posterior, 1e-4
+    assert T.sum() == pytest.approx(1)
+
+    def slope(i, j):
+        """d delta / d K_ij, both K_ij and K_ji moved."""
+        step = np.zeros((2, 2))
+        step[i, j] = step[j, i] = h
+        return (two_position_deltas(K + step, epsilon)[0] - two_position_deltas(K - step, epsilon)[0]) / (
+            2 * h
+        )
+
+    slopes = np.array([slope(0, 0), slope(1, 1), slope(0, 1)])
+    sampled = np.array([T[0, 0], T[1, 1], T[0, 1] + T[1, 0]])
+    np.testing.assert_allclose(sampled, slopes / slopes.sum(), atol=0.01)
+
+
+@pytest.fixture
+def pilots(monkeypatch):
+    """Plants errors in the estimate that `calibrate` starts from."""
+    module = importlib.import_module("bandmf.accounting.bins.calibrate")
+
+    def plant(**errors):
+        monkeypatch.setattr(
+            module, "estimate", lambda *given, **options: replace(estimate(*given, **options), **errors)
+        )
+
+    return plant
+
+
+# --- certified ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("epsilon", [0.5, 4.0])
+def test_a_certified_sigma_is_a_little_above_that_of_the_gaussian_mechanism(epsilon):
+    true = gaussian_sigma(epsilon, 1e-6)
+    certificate = calibrate(ONE, epsilon, 1e-6, seconds=20, seed=3)
+    assert true < certificate.sigma < 1.02 * true
+    assert certificate.verify(ONE) == certificate
+
+
+def test_a_certified_sigma_is_a_little_above_the_reference():
+    row = QUICK[1]
+    told = []
+    certificate = calibrate(
+        reference_gram(row), row["epsilon"], REFERENCE["delta"], seconds=60, seed=1, progress=told.append
+    )
+    assert row["sigma"] < certificate.sigma < 1.01 * row["sigma"]
+    assert told[0].startswith("estimate")
+    assert told[1].startswith("attempt 1")
+
+
+def test_less_time_costs_noise_not_privacy():
+    gram = gram_matrix(Identity(64), 16)
+    long, short = (calibrate(gram, 2.0, 1e-5, seconds=seconds, seed=2) for seconds in (60, 2))
+    assert short.samples <= long.samples
+    short.verify(gram)
+
+
+def test_too_little_time_is_said():
+    with pytest.raises(NotCertifiedError, match="seconds=1e-06"):
+        calibrate(TWO, 1.0, 1e-6, seconds=1e-6)
+
+
+def test_where_the_add_direction_has_no_bound_it_is_said(pilots):
+    pilots(add=1.0)
+    with pytest.raises(NotCertifiedError, match="add direction"):
+        calibrate(ONE, 1.0, 1e-6)
+
+
+def test_a_failed_attempt_raises_sigma_and_uses_a_fresh_seed(pilots):
+    """A pilot that is far too optimistic: the first attempts must fail, and later ones repair it."""
+    pilots(sigma=0.99 * gaussian_sigma(1.0, 1e-6))
+    told = []
+    certificate = calibrate(ONE, 1.0, 1e-6, seconds=30, seed=5, progress=told.append)
+    assert certificate.attempt == len(told) - 1 > 1
+    assert certificate.seed >> 120 == certificate.attempt
+    assert certificate.sigma > gaussian_sigma(1.0, 1e-6)
+    assert certificate.verify(ONE) == certificate
+
+
+def test_samples_for_a_margin_leave_that_margin():
+    n = samples_for(8.0, 300.0, 0.05, 20.0)
+    reached = (np.sqrt(40) + 3) * np.sqrt(8 / n) + 7 * 300 * 20 / (3 * n)
+    assert reached == pytest.approx(0.05)
+
+
+def test_tuning_finds_a_chain_with_moderate_weights():
+    row = QUICK[0]
+    found = estimate(reference_gram(row), row["epsilon"], REFERENCE["delta"], samples=2**10).pilot
+    assert isinstance(found, Pilot)
+    assert found.relative_variance < 40
+    loss = privacy_loss(reference_gram(row), row["sigma"])
+    sums = remove_sums(loss, row["epsilon"], found.chain, 2**13, 11)
+    assert sums.mean == pytest.approx(1e-6, rel=0.2)
