@@ -17,6 +17,7 @@ from torch import Tensor
 from bandmf import max_error, optimize, rmse, sensitivity
 from bandmf.demo import text
 from bandmf.paper.table import Row, Value
+from bandmf.paper.training.machines import own_torch_settings
 from bandmf.paper.training.many_models import Training, train
 from bandmf.paper.training.tiny_transformer import Sizes, mean_losses
 from bandmf.strategies import Strategy
@@ -87,6 +88,7 @@ def points_of(setting: str) -> list[dict[str, Value]]:
     ]
 
 
+@own_torch_settings()
 def compute(
     setting: str,
     bands: int,
@@ -100,7 +102,6 @@ def compute(
     `rates` are the setting's if none are given; a model's losses depend on its own rate alone, up to rounding.
     """
     chosen, device = SETTINGS[setting], torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
     content, strategy = text.load(chosen.text, folder), strategy_of(chosen.steps, bands)
     error, largest = rmse(strategy), max_error(strategy)
     grid = [(level, rate) for level in chosen.levels for rate in rates or chosen.rates[optimizer]]

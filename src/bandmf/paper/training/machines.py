@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 
 from bandmf.paper.table import Table
@@ -17,6 +19,21 @@ def has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+@contextmanager
+def own_torch_settings() -> Iterator[None]:
+    """TF32 on GPUs that have it, and random numbers from zero, without a trace in the rest of the program."""
+    import torch
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def rows_of(table: Table, setting: str) -> Table:

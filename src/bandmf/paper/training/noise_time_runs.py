@@ -17,6 +17,7 @@ import torch
 
 from bandmf.paper.table import Row, Value
 from bandmf.paper.training import encoder
+from bandmf.paper.training.machines import own_torch_settings
 from bandmf.strategies import BandedToeplitz
 from bandmf.torch import Engine
 from bandmf.torch.clipping import make_clipping
@@ -53,11 +54,10 @@ def points_of(setting: str) -> list[dict[str, Value]]:
     return [{"setting": setting, "part": part, "amount": amount} for part, amount in amounts]
 
 
+@own_torch_settings()
 def compute(setting: str, part: str, amount: int) -> list[Row]:
     """One figure: `amount` is the number of bands, or of examples in a batch."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
-    torch.manual_seed(0)
     chosen = SETTINGS[setting]
     model = encoder.Encoder(chosen.sizes).to(device)
     parameters = sum(parameter.numel() for parameter in model.parameters())
