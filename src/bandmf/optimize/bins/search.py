@@ -1,0 +1,179 @@
+"""The strategy of least error under balls-in-bins sampling: error times the sigma that its bins need.
+
+Estimate sigma and T at a strategy, add the cut (model.py), go where the model is lowest, and estimate again, until the
+model promises next to nothing more. The estimator is given: here nothing is known of privacy, and nothing decided.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from bandmf import _check
+from bandmf._types import FloatArray
+from bandmf.error import mean_squared_error
+from bandmf.optimize.bins.families import Family, family_named
+from bandmf.optimize.bins.gram import gram
+from bandmf.optimize.bins.model import Cut, Model
+from bandmf.optimize.descent import Outcome
+from bandmf.optimize.solution import Clock, Solution
+from bandmf.strategies import Strategy
+from bandmf.workloads import Workload, workload_for
+
+
+class Estimate(Protocol):
+    """What an estimator says of a Gram matrix."""
+
+    @property
+    def sigma(self) -> float:
+        """The noise that (epsilon, delta) takes, for clip norm one."""
+        ...
+
+    @property
+    def posterior(self) -> FloatArray:
+        """T_ij = E[pi_i pi_j | L = e^epsilon] at that noise, up to a factor; pi is the posterior of the bin."""
+        ...
+
+
+class Estimator(Protocol):
+    """(G, epsilon, delta) -> Estimate; the same draws for every G make estimates comparable."""
+
+    def __call__(self, gram: FloatArray, epsilon: float, delta: float, /) -> Estimate: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class BinsSolution(Solution):
+    """A strategy for balls-in-bins sampling; `rmse` and `objective` include the *estimated* `sigma`.
+
+    `error` is the root mean squared error of one unit of noise, `estimates` the objective at every strategy where sigma
+    was estimated, in order, and `promised` the model's lowest value. `converged` says that the best estimate is within
+    the tolerance of it: a heuristic, not a proof. sigma is to be certified before it is used.
+    """
+
+    error: float
+    sigma: float
+    estimates: tuple[float, ...]
+    promised: float
+
+
+def optimize_for_bins(
+    family: str,
+    steps: int,
+    cycle: int,
+    epsilon: float,
+    delta: float,
+    *,
+    size: int,
+    estimate: Estimator,
+    workload: Workload | None = None,
+    objective: str = "mean",
+    start: Strategy | None = None,
+    most_estimates: int = 8,
+    tolerance: float = 2e-3,
+) -> BinsSolution:
+    """The best strategy of a family when every example joins one of `cycle` bins, the same in every epoch.
+
+    `family` is "banded-inverse" (`size` coefficients of C^-1, none but the first above zero), "blt" (`size` buffers) or
+    "banded" (`size` bands, none negative). `start` is a strategy to begin with: that of fewer bands or of another
+    epsilon saves estimates. The search ends when the model promises less than `tolerance`, relatively, or after
+    `most_estimates`.
+
+    >>> from types import SimpleNamespace
+    >>> def one_bin(gram, epsilon, delta):  # no amplification: sigma is the root of G times a constant
+    ...     return SimpleNamespace(sigma=3 * gram[0, 0] ** 0.5, posterior=np.ones((1, 1)))
+    >>> best = optimize_for_bins("banded-inverse", 64, 1, 1.0, 1e-6, size=2, estimate=one_bin)
+    >>> best.converged, len(best.estimates)
+    (True, 2)
+    """
+    clock = Clock()
+    workload = workload_for(_check.whole("steps", steps), workload)
+    cycle = _check.whole("cycle", cycle, 1, workload.steps, f"steps={workload.steps}")
+    epsilon = _check.real("epsilon", epsilon, 0, open_low=True)
+    delta = _check.real("delta", delta, 0, 1, open_low=True, open_high=True)
+    members = family_named(family, size, workload, objective)
+    most_estimates = _check.whole("most_estimates", most_estimates, 2)
+    tolerance = _check.real("tolerance", tolerance, 0)
+    starts = [members.unknowns(start)] if start is not None else []
+    search = _Search(members, cycle, epsilon, delta, estimate, [*starts, *members.starts()])
+    outcome = search.run(most_estimates, tolerance)
+    return search.solution(outcome, workload, clock)
+
+
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """A member whose sigma was estimated; `value` is log(objective)."""
+
+    x: FloatArray
+    sigma: float
+    value: float
+
+
+class _Search:
+    """The members seen so far, and the model that follows from them."""
+
+    def __init__(
+        self,
+        family: Family,
+        cycle: int,
+        epsilon: float,
+        delta: float,
+        estimate: Estimator,
+        starts: list[FloatArray],
+    ) -> None:
+        self.family, self.cycle, self.budget, self.estimate = family, cycle, (epsilon, delta), estimate
+        self.starts, self.known, self.model = starts, list[_Known](), Model(family, [])
+        self.promised, self.iterations = -math.inf, 0
+
+    @property
+    def best(self) -> _Known:
+        return min(self.known, key=lambda known: known.value)
+
+    def run(self, most_estimates: int, tolerance: float) -> Outcome:
+        """Estimate and minimize in turn."""
+        self._look_at(self.starts[0])
+        while True:
+            lowest = self.model.minimize([self.best.x, self.known[-1].x, *self.starts])
+            self.promised, self.iterations = lowest.loss, self.iterations + lowest.iterations
+            if self.best.value - self.promised <= tolerance:
+                contradicted = self.model.value(self.best.x) > self.best.value + tolerance
+                return Outcome.STALLED if contradicted else Outcome.CONVERGED
+            if len(self.known) == most_estimates:
+                return Outcome.LIMIT
+            self._look_at(lowest.x)
+
+    def _look_at(self, x: FloatArray) -> None:
+        """Estimate sigma at x and add what that says to the model."""
+        c = self.family.coefficients(x)
+        found = self.estimate(gram(c, self.cycle), *self.budget)
+        sigma = _check.real("sigma of the estimator", found.sigma, 0, open_low=True)
+        T = _check.array("posterior of the estimator", found.posterior, 2)
+        if T.shape != (self.cycle, self.cycle) or not T.sum() > 0 or T.min() < 0:
+            raise ValueError(
+                f"posterior of the estimator: must be {self.cycle} x {self.cycle} products of probabilities, not of "
+                f"shape {T.shape} with entries from {T.min():g} to {T.max():g}"
+            )
+        self.model.cuts.append(Cut.at(c, sigma, T))
+        self.known.append(_Known(x, sigma, 0.5 * math.log(self.family.squared_error(x)[0]) + math.log(sigma)))
+
+    def solution(self, outcome: Outcome, workload: Workload, clock: Clock) -> BinsSolution:
+        best, strategy = self.best, self.family.strategy(self.best.x)
+        error = math.sqrt(mean_squared_error(strategy, workload=workload))
+        promised = 1 - math.exp(min(self.promised - best.value, 0.0))
+        contradicted = "; the cuts contradict each other" if outcome is Outcome.STALLED else ""
+        return BinsSolution(
+            strategy=strategy,
+            rmse=best.sigma * error,
+            objective=math.exp(best.value),
+            optimality_gap=None,
+            iterations=self.iterations,
+            seconds=clock.seconds(),
+            outcome=outcome,
+            message=f"{outcome.value}; the model promises {promised:.2%} less{contradicted}",
+            error=error,
+            sigma=best.sigma,
+            estimates=tuple(math.exp(known.value) for known in self.known),
+            promised=math.exp(self.promised),
+        )
