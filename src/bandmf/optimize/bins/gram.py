@@ -54,9 +54,9 @@ def gram(c: FloatArray, cycle: int) -> FloatArray:
            [1.125 , 1.25  ]])
     """
     s = strided_sums(c, cycle)
-    m = len(c) - cycle
-    x = s[m:]
-    return toeplitz(_lag_sums(s, cycle)) + _down_diagonals(np.outer(x, x))
+    x = s[len(c) - cycle :]
+    lag_sums = np.maximum(_lag_sums(s, cycle), 0.0)  # the FFT leaves some of what is zero a little below
+    return toeplitz(lag_sums) + _down_diagonals(np.outer(x, x))
 
 
 def _lag_sums(s: FloatArray, cycle: int) -> FloatArray:

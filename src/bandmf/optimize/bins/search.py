@@ -23,6 +23,8 @@ from bandmf.optimize.solution import Clock, Solution
 from bandmf.strategies import Strategy
 from bandmf.workloads import Workload, workload_for
 
+_HALF_KNOWN = 24.0  # where to begin only: the epsilon at which half of T is on its diagonal
+
 
 class Estimate(Protocol):
     """What an estimator says of a Gram matrix."""
@@ -96,9 +98,9 @@ def optimize_for_bins(
     members = family_named(family, size, workload, objective)
     most_estimates = _check.whole("most_estimates", most_estimates, 2)
     tolerance = _check.real("tolerance", tolerance, 0)
-    starts = [members.unknowns(start)] if start is not None else []
-    search = _Search(members, cycle, epsilon, delta, estimate, [*starts, *members.starts()])
-    outcome = search.run(most_estimates, tolerance)
+    search = _Search(members, cycle, epsilon, delta, estimate)
+    first = search.guess() if start is None else members.unknowns(start)
+    outcome = search.run(first, most_estimates, tolerance)
     return search.solution(outcome, workload, clock)
 
 
@@ -121,25 +123,37 @@ class _Search:
         epsilon: float,
         delta: float,
         estimate: Estimator,
-        starts: list[FloatArray],
     ) -> None:
         self.family, self.cycle, self.budget, self.estimate = family, cycle, (epsilon, delta), estimate
-        self.starts, self.known, self.model = starts, list[_Known](), Model(family, [])
+        self.starts, self.known, self.model = family.starts(), list[_Known](), Model(family, [])
         self.promised, self.iterations = -math.inf, 0
 
     @property
     def best(self) -> _Known:
-        return min(self.known, key=lambda known: known.value)
+        """By all cuts, not its own alone: of several noisy estimates, the lowest was lucky."""
+        return min(self.known, key=lambda known: self.model.value(known.x))
 
-    def run(self, most_estimates: int, tolerance: float) -> Outcome:
+    def guess(self) -> FloatArray:
+        """Where to begin: the best member for a plausible T, between an example found out and one in hiding.
+
+        At large epsilon the posterior is sure of the bin (T = I / b), at small epsilon it knows nothing (T = 1 / b^2).
+        """
+        b, epsilon = self.cycle, self.budget[0]
+        known = epsilon / (epsilon + _HALF_KNOWN)
+        T = np.full((b, b), (1 - known) / b**2) + known / b * np.eye(b)
+        cut = Cut.at(self.family.coefficients(self.starts[0]), 1.0, T)
+        return Model(self.family, [cut]).minimize(self.starts).x
+
+    def run(self, first: FloatArray, most_estimates: int, tolerance: float) -> Outcome:
         """Estimate and minimize in turn."""
-        self._look_at(self.starts[0])
+        self._look_at(first)
         while True:
-            lowest = self.model.minimize([self.best.x, self.known[-1].x, *self.starts])
+            best = self.best
+            lowest = self.model.minimize([best.x, self.known[-1].x, *self.starts])
             self.promised, self.iterations = lowest.loss, self.iterations + lowest.iterations
-            if self.best.value - self.promised <= tolerance:
-                contradicted = self.model.value(self.best.x) > self.best.value + tolerance
-                return Outcome.STALLED if contradicted else Outcome.CONVERGED
+            judged = self.model.value(best.x)
+            if judged - self.promised <= tolerance:
+                return Outcome.CONVERGED if judged - best.value <= tolerance else Outcome.STALLED
             if len(self.known) == most_estimates:
                 return Outcome.LIMIT
             self._look_at(lowest.x)
