@@ -70,7 +70,7 @@ def buffered_toeplitz(
     count, separation = checked_participation(participation).spacing(steps)
     loss = _Loss(steps, separation, count, goal == "max")
     descent = _best_descent(loss, buffers, watch)
-    lam, _, omega, _ = partial_fractions(descent.x)
+    lam, _, omega, _ = partial_fractions(to_logs(descent.x))
     strategy = BufferedToeplitz(np.real(omega), 1 - np.real(lam), steps)
     largest = max_error(strategy, participation=participation) if goal == "max" else None
     mean = rmse(strategy, participation=participation)
@@ -82,14 +82,14 @@ def _best_descent(loss: _Loss, buffers: int, watch: Watcher | None) -> Descent:
 
     Growing ends where a further buffer gains nothing: under many participations, three or four are enough.
     """
-    grown = descend(loss, spread_poles(loss.steps, 1), tolerance=_ROUGH)
+    grown = descend(loss, _spread(loss.steps, 1), tolerance=_ROUGH)
     for _ in range(1, buffers):
         larger = descend(loss, _with_one_more(grown.x, loss), tolerance=_ROUGH)
         if larger.loss > grown.loss - _WORTH_A_BUFFER:
             break
         grown = larger
     spreads = [
-        descend(loss, spread_poles(loss.steps, buffers, largest), tolerance=_ROUGH, max_iterations=200)
+        descend(loss, _spread(loss.steps, buffers, largest), tolerance=_ROUGH, max_iterations=200)
         for largest in (0.8, 0.3, 0.99)
     ]
     spread = min(spreads, key=lambda found: found.loss)
@@ -100,14 +100,14 @@ def _best_descent(loss: _Loss, buffers: int, watch: Watcher | None) -> Descent:
     return best
 
 
-def spread_poles(steps: int, buffers: int, largest: float = 0.8) -> FloatArray:
+def _spread(steps: int, buffers: int, largest: float = 0.8) -> FloatArray:
     """1 - pole spread evenly, in its logarithm, from 1/2n to `largest`."""
     return from_logs(np.linspace(math.log(0.5 / (steps + 1)), math.log(largest), 2 * buffers))
 
 
 def _with_one_more(x: FloatArray, loss: _Loss) -> FloatArray:
     """The lowest of many starts, each with a narrow pair of poles at another place."""
-    low, logs = math.log(0.1 / loss.steps), _logs(x)
+    low, logs = math.log(0.1 / loss.steps), to_logs(x)
     starts = [
         from_logs(np.sort(np.append(logs, [center - width, center + width])))
         for width in (0.3, 0.03, 0.003)
@@ -123,15 +123,14 @@ def from_logs(logs: FloatArray) -> FloatArray:
     return np.log(np.maximum(gaps - _NARROWEST, _NARROWEST))
 
 
-def _logs(x: Numbers) -> Numbers:
+def to_logs(x: Numbers) -> Numbers:
     """log(1 - pole) of all poles, lambda_1, mu_1, lambda_2, ...: sorted, and never quite the same."""
     gaps = _NARROWEST + np.exp(x)
     return -np.cumsum(gaps[..., ::-1], axis=-1)[..., ::-1]
 
 
-def partial_fractions(x: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+def partial_fractions(logs: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers]:
     """1 - lambda, 1 - mu (preceded by 0, the workload's pole), and the weights omega and W."""
-    logs = _logs(x)
     complements = np.exp(logs)
     a, b = complements[..., ::2], complements[..., 1::2]
     omega = _residues(a, b)
@@ -163,7 +162,7 @@ class _Loss:
         return float(values[0].real), values.imag / COMPLEX_STEP
 
     def value(self, x: Numbers) -> Numbers:
-        a, poles, omega, weights = partial_fractions(x)
+        a, poles, omega, weights = partial_fractions(to_logs(x))
         error = squared_error(weights, log1m(poles), self.steps, self.largest)
         return np.log(self._squared_sensitivity(omega, log1m(a))) + np.log(error)
 

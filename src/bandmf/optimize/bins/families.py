@@ -26,11 +26,12 @@ from bandmf.optimize.banded_inverse import chain_to_inverse
 from bandmf.optimize.buffered import (
     COMPLEX_STEP,
     MOST_BUFFERS,
+    Numbers,
     from_logs,
     log1m,
     partial_fractions,
-    spread_poles,
     squared_error,
+    to_logs,
 )
 from bandmf.optimize.objectives import Objective
 from bandmf.optimize.toeplitz import aggregate
@@ -44,7 +45,11 @@ from bandmf.strategies import (
 from bandmf.strategies.square_root import square_root_coefficients
 from bandmf.workloads import Workload
 
-_FAINT = 1e-6  # a coefficient that a shorter start does not have: small, but not so small that it has no slope
+_FAINT = (
+    1e-6  # a coefficient that a shorter start does not have: small, but not so small that it has no slope
+)
+
+_DECAYS_NO_MORE = 1e3  # times n: a buffer that loses less than one part in this during the run
 
 
 class Family(Protocol):
@@ -81,11 +86,17 @@ def family_named(name: str, size: int, workload: Workload, objective: str) -> Fa
     name = _check.choice("family", name, ("banded-inverse", "blt", "banded"))
     if name == "blt":
         if not workload.is_prefix:
-            raise ValueError("workload: a BLT is optimized for prefix sums only; leave it out, or use another family")
+            raise ValueError(
+                "workload: a BLT is optimized for prefix sums only; leave it out, or use another family"
+            )
         return BufferedFamily(_check.whole("size", size, 1, MOST_BUFFERS), workload.steps, largest)
     arguments.require_toeplitz(workload, normalized=False)
     size = _check.whole("size", size, 1, workload.steps, f"steps={workload.steps}")
-    return InverseFamily(size, workload, largest) if name == "banded-inverse" else BandedFamily(size, workload, largest)
+    return (
+        InverseFamily(size, workload, largest)
+        if name == "banded-inverse"
+        else BandedFamily(size, workload, largest)
+    )
 
 
 def _refuse(strategy: Strategy, kind: type[Strategy]) -> ValueError:
@@ -155,42 +166,61 @@ class BufferedFamily:
     largest: bool = False
 
     def starts(self) -> list[FloatArray]:
-        return [spread_poles(self.steps, self.buffers, largest) for largest in (0.8, 0.3)]
+        ranges = [(low / (self.steps + 10), high) for low in (0.5, 5.0) for high in (0.3, 0.8, 0.99)]
+        return [
+            self._unbounded(np.linspace(math.log(low), math.log(high), 2 * self.buffers))
+            for low, high in ranges
+        ]
 
     def unknowns(self, strategy: Strategy) -> FloatArray:
         if not isinstance(strategy, BufferedToeplitz):
             raise _refuse(strategy, BufferedToeplitz)
-        if strategy.buffers != self.buffers or np.any(strategy.scales <= 0) or np.any(strategy.decays <= 0):
-            raise _check.fail("start", strategy, f"must have size={self.buffers} buffers with scales above 0")
+        if strategy.buffers != self.buffers or np.any(strategy.scales < 0) or np.any(strategy.decays < 0):
+            raise _check.fail(
+                "start", strategy, f"must have size={self.buffers} buffers, without negative scales"
+            )
         # C^-1 decays by the eigenvalues of diag(decays) - 1 scales'; this has the same, and is symmetric.
         root = np.sqrt(strategy.scales)
         inverse_decays = np.linalg.eigvalsh(np.diag(strategy.decays) - np.outer(root, root))
         poles = np.sort(np.concatenate([strategy.decays, inverse_decays]))[::-1]
-        return from_logs(np.log1p(-np.clip(poles, _FAINT, 1 - 1e-12)))
+        return self._unbounded(np.log1p(-np.clip(poles, _FAINT, 1 - 1e-12)))
 
     def strategy(self, x: FloatArray) -> Strategy:
-        a, _, omega, _ = partial_fractions(x)
+        a, _, omega, _ = self._fractions(x)
         return BufferedToeplitz(np.real(omega), 1 - np.real(a), self.steps)
 
     def squared_error(self, x: FloatArray) -> tuple[float, FloatArray]:
-        _, poles, _, weights = partial_fractions(self._perturbed(x))
+        _, poles, _, weights = self._fractions(self._perturbed(x))
         values = squared_error(weights, log1m(poles), self.steps, self.largest)
         return float(values[0].real), values.imag / COMPLEX_STEP
 
     def coefficients(self, x: FloatArray) -> FloatArray:
-        a, _, omega, _ = partial_fractions(x)
+        a, _, omega, _ = self._fractions(x)
         powers = np.exp(np.outer(np.real(log1m(a)), np.arange(self.steps - 1)))
         return np.append(1.0, np.real(omega) @ powers)
 
     def pull_back(self, x: FloatArray, slope: FloatArray) -> FloatArray:
-        a, _, omega, _ = partial_fractions(self._perturbed(x))
+        a, _, omega, _ = self._fractions(self._perturbed(x))
         logs, ages = log1m(a), np.arange(self.steps - 1)
         powers = np.exp(np.outer(logs[0].real, ages))
         by_omega, by_log = powers @ slope[1:], omega[0].real * (powers @ (ages * slope[1:]))
         return (omega.imag @ by_omega + logs.imag @ by_log) / COMPLEX_STEP
 
+    def _fractions(self, x: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+        return partial_fractions(self._reach * np.expm1(to_logs(x) / self._reach))
+
+    def _unbounded(self, logs: FloatArray) -> FloatArray:
+        """The unknowns at given, sorted log(1 - pole)."""
+        return from_logs(self._reach * np.log1p(np.maximum(logs / self._reach, -0.99)))
+
+    @property
+    def _reach(self) -> float:
+        """No log(1 - pole) is below minus this: a buffer that is not needed goes to where it decays no more within n
+        steps, and not so far that differences lose their digits."""
+        return math.log(_DECAYS_NO_MORE * self.steps)
+
     @staticmethod
-    def _perturbed(x: FloatArray) -> np.ndarray:
+    def _perturbed(x: FloatArray) -> Numbers:
         """One row for each unknown, moved along the imaginary axis: exact derivatives."""
         return x + 1j * COMPLEX_STEP * np.eye(len(x))
 
@@ -209,7 +239,9 @@ class BandedFamily:
     def unknowns(self, strategy: Strategy) -> FloatArray:
         given = strategy.toeplitz()
         if given is None:
-            raise _check.fail("start", strategy, "must be Toeplitz, without normalized columns", "leave it out")
+            raise _check.fail(
+                "start", strategy, "must be Toeplitz, without normalized columns", "leave it out"
+            )
         theta = np.full(self.bands, _FAINT)
         shared = min(len(given), self.bands)
         theta[:shared] = np.maximum(given[:shared] / given[0], _FAINT)
@@ -220,7 +252,10 @@ class BandedFamily:
 
     def squared_error(self, x: FloatArray) -> tuple[float, FloatArray]:
         theta = self._theta(x)
-        found = ToeplitzError(theta, self.workload, normalize=False)
+        try:
+            found = ToeplitzError(theta, self.workload, normalize=False)
+        except ValueError:  # so near the edge of stability that its response does not settle
+            return math.inf, np.zeros_like(x)
         value, head, beyond, tail = aggregate(found, Objective("last" if self.largest else "mean"))
         return value, (found.gradient(head, beyond, tail) * theta)[1:]
 

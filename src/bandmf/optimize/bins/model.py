@@ -43,6 +43,11 @@ class Cut:
         return Cut(form, sigma**2 / float(Forms([form], c).values[0]))
 
 
+def _usable(*squares: float) -> bool:
+    """Whether these are squares of something: far out, differences of poles cancel and series overflow."""
+    return all(0 < square < math.inf for square in squares)
+
+
 @dataclass(frozen=True, eq=False)
 class Model:
     """log(error * sigma) of a family's members as the cuts see it."""
@@ -52,12 +57,15 @@ class Model:
 
     def value(self, x: FloatArray) -> float:
         """With the largest cut itself."""
-        return 0.5 * math.log(self.family.squared_error(x)[0] * float(self._cut_values(x)[0].max()))
+        error, largest = self.family.squared_error(x)[0], float(self._cut_values(x)[0].max())
+        return 0.5 * math.log(error * largest) if _usable(error, largest) else math.inf
 
     def smooth(self, x: FloatArray, sharpness: float) -> tuple[float, FloatArray]:
         """With a p-norm in place of the largest cut, and the gradient."""
         error, error_slope = self.family.squared_error(x)
         values, forms = self._cut_values(x)
+        if not _usable(error, *values):
+            return math.inf, np.zeros_like(x)
         square, by_cut = p_norm(values, sharpness)
         slope = self.family.pull_back(x, forms.gradient(by_cut * self._scales))
         return 0.5 * (math.log(error) + math.log(square)), 0.5 * (error_slope / error + slope / square)

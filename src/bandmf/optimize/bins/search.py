@@ -35,8 +35,11 @@ class Estimate(Protocol):
         ...
 
     @property
-    def posterior(self) -> FloatArray:
-        """T_ij = E[pi_i pi_j | L = e^epsilon] at that noise, up to a factor; pi is the posterior of the bin."""
+    def posterior(self) -> FloatArray | None:
+        """T_ij = E[pi_i pi_j | L = e^epsilon] at that noise, up to a factor; pi is the posterior of the bin.
+
+        None is for estimates that did not ask for it; the search refuses them.
+        """
         ...
 
 
@@ -100,8 +103,24 @@ def optimize_for_bins(
     tolerance = _check.real("tolerance", tolerance, 0)
     search = _Search(members, cycle, epsilon, delta, estimate)
     first = search.guess() if start is None else members.unknowns(start)
-    outcome = search.run(first, most_estimates, tolerance)
-    return search.solution(outcome, workload, clock)
+    outcome, detail = search.run(first, most_estimates, tolerance)
+    return search.solution(outcome, detail, workload, clock)
+
+
+def _checked(found: Estimate, cycle: int) -> tuple[float, FloatArray]:
+    """sigma and T, if they can be what the search needs."""
+    sigma = _check.real("sigma of the estimator", found.sigma, 0, open_low=True)
+    if found.posterior is None:
+        raise ValueError(
+            "posterior of the estimator: there is none; ask for it (functools.partial, posterior=True)"
+        )
+    T = _check.array("posterior of the estimator", found.posterior, 2)
+    if T.shape != (cycle, cycle) or T.min() < 0 or not T.max() > 0:
+        raise ValueError(
+            f"posterior of the estimator: must be {cycle} x {cycle} products of probabilities, not of shape {T.shape} "
+            f"with entries from {T.min():g} to {T.max():g}"
+        )
+    return sigma, T
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,39 +163,34 @@ class _Search:
         cut = Cut.at(self.family.coefficients(self.starts[0]), 1.0, T)
         return Model(self.family, [cut]).minimize(self.starts).x
 
-    def run(self, first: FloatArray, most_estimates: int, tolerance: float) -> Outcome:
-        """Estimate and minimize in turn."""
+    def run(self, first: FloatArray, most_estimates: int, tolerance: float) -> tuple[Outcome, str]:
+        """Estimate and minimize in turn; how it ended, and what there is to say of that."""
         self._look_at(first)
         while True:
-            best = self.best
-            lowest = self.model.minimize([best.x, self.known[-1].x, *self.starts])
+            best, last = self.best, self.known[-1]
+            lowest = self.model.minimize([best.x, *([] if last is best else [last.x]), *self.starts])
             self.promised, self.iterations = lowest.loss, self.iterations + lowest.iterations
             judged = self.model.value(best.x)
             if judged - self.promised <= tolerance:
-                return Outcome.CONVERGED if judged - best.value <= tolerance else Outcome.STALLED
+                if judged - best.value > tolerance:
+                    return Outcome.STALLED, "the estimates contradict each other: give them more samples"
+                return (Outcome.CONVERGED if lowest.converged else Outcome.STALLED), lowest.detail
             if len(self.known) == most_estimates:
-                return Outcome.LIMIT
+                return Outcome.LIMIT, f"most_estimates={most_estimates}"
             self._look_at(lowest.x)
 
     def _look_at(self, x: FloatArray) -> None:
         """Estimate sigma at x and add what that says to the model."""
         c = self.family.coefficients(x)
         found = self.estimate(gram(c, self.cycle), *self.budget)
-        sigma = _check.real("sigma of the estimator", found.sigma, 0, open_low=True)
-        T = _check.array("posterior of the estimator", found.posterior, 2)
-        if T.shape != (self.cycle, self.cycle) or not T.sum() > 0 or T.min() < 0:
-            raise ValueError(
-                f"posterior of the estimator: must be {self.cycle} x {self.cycle} products of probabilities, not of "
-                f"shape {T.shape} with entries from {T.min():g} to {T.max():g}"
-            )
+        sigma, T = _checked(found, self.cycle)
         self.model.cuts.append(Cut.at(c, sigma, T))
         self.known.append(_Known(x, sigma, 0.5 * math.log(self.family.squared_error(x)[0]) + math.log(sigma)))
 
-    def solution(self, outcome: Outcome, workload: Workload, clock: Clock) -> BinsSolution:
+    def solution(self, outcome: Outcome, detail: str, workload: Workload, clock: Clock) -> BinsSolution:
         best, strategy = self.best, self.family.strategy(self.best.x)
         error = math.sqrt(mean_squared_error(strategy, workload=workload))
-        promised = 1 - math.exp(min(self.promised - best.value, 0.0))
-        contradicted = "; the cuts contradict each other" if outcome is Outcome.STALLED else ""
+        less = f"the model promises {1 - math.exp(min(self.promised - best.value, 0.0)):.2%} less"
         return BinsSolution(
             strategy=strategy,
             rmse=best.sigma * error,
@@ -185,7 +199,7 @@ class _Search:
             iterations=self.iterations,
             seconds=clock.seconds(),
             outcome=outcome,
-            message=f"{outcome.value}; the model promises {promised:.2%} less{contradicted}",
+            message="; ".join(filter(None, (outcome.value, detail, less))),
             error=error,
             sigma=best.sigma,
             estimates=tuple(math.exp(known.value) for known in self.known),
