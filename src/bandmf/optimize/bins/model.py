@@ -27,6 +27,7 @@ from bandmf.optimize.objectives import p_norm
 _SHARPNESS = (64.0, 4096.0, 65536.0)  # p-norms stand for the largest cut: the last is within 2e-5 of it
 _TOLERANCE = 1e-9  # of the logarithm of the error
 _MOST_ITERATIONS = 400
+_SAME = 1e-6  # two descents that end this close have ended at the same point
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,10 +71,15 @@ class Model:
         slope = self.family.pull_back(x, forms.gradient(by_cut * self._scales))
         return 0.5 * (math.log(error) + math.log(square)), 0.5 * (error_slope / error + slope / square)
 
-    def minimize(self, starts: list[FloatArray]) -> Descent:
-        """The lowest point that descents from these starts reach, its loss being `value`."""
+    def minimize(self, starts: list[FloatArray]) -> list[Descent]:
+        """The points that descents from these starts reach, lowest first, each once; their loss is `value`."""
         found = [self._descend(start) for start in starts if math.isfinite(self.value(start))]
-        return min(found, key=lambda descent: descent.loss)
+        found.sort(key=lambda descent: descent.loss)
+        distinct = found[:1]
+        for descent in found[1:]:
+            if descent.loss > distinct[-1].loss + _SAME:
+                distinct.append(descent)
+        return distinct
 
     def _descend(self, start: FloatArray) -> Descent:
         x, iterations = start, 0

@@ -91,7 +91,7 @@ def optimize_for_bins(
     ...     return SimpleNamespace(sigma=3 * gram[0, 0] ** 0.5, posterior=np.ones((1, 1)))
     >>> best = optimize_for_bins("banded-inverse", 64, 1, 1.0, 1e-6, size=2, estimate=one_bin)
     >>> best.converged, len(best.estimates)
-    (True, 2)
+    (True, 1)
     """
     clock = Clock()
     workload = workload_for(_check.whole("steps", steps), workload)
@@ -161,15 +161,20 @@ class _Search:
         known = epsilon / (epsilon + _HALF_KNOWN)
         T = np.full((b, b), (1 - known) / b**2) + known / b * np.eye(b)
         cut = Cut.at(self.family.coefficients(self.starts[0]), 1.0, T)
-        return Model(self.family, [cut]).minimize(self.starts).x
+        return Model(self.family, [cut]).minimize(self.starts)[0].x
 
     def run(self, first: FloatArray, most_estimates: int, tolerance: float) -> tuple[Outcome, str]:
         """Estimate and minimize in turn; how it ended, and what there is to say of that."""
         self._look_at(first)
         while True:
             best, last = self.best, self.known[-1]
-            lowest = self.model.minimize([best.x, *([] if last is best else [last.x]), *self.starts])
-            self.promised, self.iterations = lowest.loss, self.iterations + lowest.iterations
+            found = self.model.minimize([best.x, *([] if last is best else [last.x]), *self.starts])
+            lowest, self.starts = (
+                found[0],
+                [descent.x for descent in found],
+            )  # other minima may become the lowest
+            self.promised = lowest.loss
+            self.iterations += sum(descent.iterations for descent in found)
             judged = self.model.value(best.x)
             if judged - self.promised <= tolerance:
                 if judged - best.value > tolerance:
