@@ -22,7 +22,7 @@ from scipy.signal import fftconvolve
 from bandmf._types import FloatArray
 from bandmf.error.band_covariance import WORST_CONDITION
 from bandmf.error.toeplitz import ToeplitzError
-from bandmf.error.toeplitz_response import MOST_PEAK, Response, inverse_peak
+from bandmf.error.toeplitz_response import MOST_PEAK, Response, correlate, inverse_peak
 from bandmf.error.toeplitz_settled import SMALLEST, SettledError, inverse_energy
 from bandmf.strategies import BandedInverse, BandedToeplitz, BufferedToeplitz, OnlineTree, Stamped, Strategy
 from bandmf.streaming import Matrices, compose, impulse_response, mean_running_norm, squared_norm, state_space
@@ -129,17 +129,30 @@ class BandedInverseError:
                 break
             terms = min(n, 4 * terms)
         convolve = fftconvolve if len(r) > 256 else np.convolve
+        self._bands, self._lambdas, self._limit = len(r), coefficients, limit or 0.0
         self.response = Response(convolve(coefficients, r)[:terms], (limit or 0.0) * float(np.sum(r)), n)
 
     def per_step(self) -> FloatArray:
         return np.cumsum(self.response.window(0, self.response.steps) ** 2)
 
     def mean(self) -> float:
-        n, m = self.response.steps, len(self.response.head)
-        return self.response.total((n - np.arange(m)) / n, (n - m) * (n - m + 1) / 2 / n)
+        return self.response.total(*self._weights(largest=False))
 
     def maximum(self) -> float:
-        return self.response.total(np.ones(len(self.response.head)), self.response.tail_steps)
+        return self.response.total(*self._weights(largest=True))
+
+    def gradient(self, largest: bool) -> FloatArray:
+        """d mean / dr, or d maximum / dr."""
+        weights, beyond = self._weights(largest)
+        slope = np.pad(2 * weights * self.response.head, (0, self._bands - 1))
+        return correlate(slope, self._lambdas) + 2 * beyond * self.response.limit * self._limit
+
+    def _weights(self, largest: bool) -> tuple[FloatArray, float]:
+        """Of w_i^2 in the head, and their sum beyond it."""
+        n, m = self.response.steps, len(self.response.head)
+        if largest:
+            return np.ones(m), n - m
+        return (n - np.arange(m)) / n, (n - m) * (n - m + 1) / 2 / n
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from bandmf.optimize.banded import banded, parameterized
 from bandmf.optimize.banded_inverse import banded_inverse
+from bandmf.optimize.bins.search import BinsSolution, optimize_for_bins
 from bandmf.optimize.buffered import buffered_toeplitz
 from bandmf.optimize.dense import dense
 from bandmf.optimize.descent import Outcome
@@ -12,6 +13,7 @@ from bandmf.optimize.solution import Solution
 from bandmf.optimize.toeplitz import banded_toeplitz, stretch
 
 __all__ = [
+    "BinsSolution",
     "Outcome",
     "Solution",
     "averaged_banded_toeplitz",
@@ -23,6 +25,7 @@ __all__ = [
     "horizon",
     "inverse_plus_constant",
     "lti",
+    "optimize_for_bins",
     "parameterized",
     "robust_banded_toeplitz",
     "stretch",

@@ -20,13 +20,13 @@ from collections.abc import Callable
 
 import numpy as np
 from scipy.optimize import minimize
-from scipy.signal import lfilter
 
 from bandmf import _check
 from bandmf._deprecated import once_positional
 from bandmf._types import FloatArray
 from bandmf.error import max_error, rmse
-from bandmf.error.toeplitz_response import correlate
+from bandmf.error.closed_form import BandedInverseError
+from bandmf.error.toeplitz_response import correlate, divide_series
 from bandmf.optimize import arguments
 from bandmf.optimize.descent import Descent, Outcome, Watcher, descend
 from bandmf.optimize.solution import Clock, Solution
@@ -112,32 +112,35 @@ def _polish(certified: Callable[[FloatArray], float], descent: Descent, steps: i
     return Descent(best, value, descent.iterations, Outcome.LIMIT, "polished without derivatives")
 
 
+def chain_to_inverse(r: FloatArray, c: FloatArray, slope: FloatArray) -> FloatArray:
+    """d/dr from d/dc, where r * c = 1: the adjoint of a filter, which is a filter."""
+    adjoint = divide_series(slope[::-1], r)[::-1]
+    return -correlate(np.pad(adjoint, (0, len(r) - 1)), c)
+
+
 class _Loss:
     """log(sensitivity^2 * error) over r_1 ... r_{p-1}, r_0 = 1."""
 
     def __init__(self, workload: Workload, participation: Participation, largest: bool) -> None:
         assert workload.coefficients is not None
         n = workload.steps
-        self.steps, self.lambdas = n, workload.coefficients(n)
-        self.weights = np.ones(n) if largest else 1 - np.arange(n) / n
+        self.steps, self.workload, self.largest = n, workload, largest
         self.count, self.separation = participation.spacing(n)
         self.fixed = isinstance(participation, FixedEpochs)
 
     def __call__(self, x: FloatArray) -> tuple[float, FloatArray]:
-        r, bands = np.append(1.0, x), len(x) + 1
-        w = lfilter(r, [1.0], self.lambdas)
-        error = float(np.sum(self.weights * w * w))
-        error_slope = correlate(np.pad(2 * self.weights * w, (0, bands - 1)), self.lambdas)
+        r = np.append(1.0, x)
+        found = BandedInverseError(r, self.workload)
+        error, error_slope = found.maximum() if self.largest else found.mean(), found.gradient(self.largest)
         c = self.coefficients(x)
         square, slope = self._fixed_epochs(c) if self.fixed else self._separated(c)
-        adjoint = lfilter([1.0], r, slope[::-1])[::-1]
-        square_slope = -correlate(np.pad(adjoint, (0, bands - 1)), c)
+        square_slope = chain_to_inverse(r, c, slope)
         value = math.log(error) + math.log(square)
         return value, (error_slope / error + square_slope / square)[1:]
 
     def coefficients(self, x: FloatArray) -> FloatArray:
         """c, the first column of C."""
-        return lfilter([1.0], np.append(1.0, x), np.eye(1, self.steps)[0])
+        return divide_series(np.eye(1, self.steps)[0], np.append(1.0, x))
 
     def smooth(self, x: FloatArray) -> bool:
         """Whether the loss is the squared certified error and has a derivative here."""

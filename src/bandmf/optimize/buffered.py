@@ -35,7 +35,7 @@ from bandmf.workloads import Workload, workload_for
 
 Numbers = npt.NDArray[np.complex128] | FloatArray
 MOST_BUFFERS = 10
-_COMPLEX_STEP = 1e-40
+COMPLEX_STEP = 1e-40
 _ROUGH = 1e-11
 _WORTH_A_BUFFER = 1e-7  # of the logarithm of the squared error
 _NARROWEST = 1e-6  # a pole and a zero this close cancel; closer, differences lose their digits
@@ -70,7 +70,7 @@ def buffered_toeplitz(
     count, separation = checked_participation(participation).spacing(steps)
     loss = _Loss(steps, separation, count, goal == "max")
     descent = _best_descent(loss, buffers, watch)
-    lam, _, omega, _ = _partial_fractions(descent.x)
+    lam, _, omega, _ = partial_fractions(to_logs(descent.x))
     strategy = BufferedToeplitz(np.real(omega), 1 - np.real(lam), steps)
     largest = max_error(strategy, participation=participation) if goal == "max" else None
     mean = rmse(strategy, participation=participation)
@@ -102,14 +102,14 @@ def _best_descent(loss: _Loss, buffers: int, watch: Watcher | None) -> Descent:
 
 def _spread(steps: int, buffers: int, largest: float = 0.8) -> FloatArray:
     """1 - pole spread evenly, in its logarithm, from 1/2n to `largest`."""
-    return _from_logs(np.linspace(math.log(0.5 / (steps + 1)), math.log(largest), 2 * buffers))
+    return from_logs(np.linspace(math.log(0.5 / (steps + 1)), math.log(largest), 2 * buffers))
 
 
 def _with_one_more(x: FloatArray, loss: _Loss) -> FloatArray:
     """The lowest of many starts, each with a narrow pair of poles at another place."""
-    low, logs = math.log(0.1 / loss.steps), _logs(x)
+    low, logs = math.log(0.1 / loss.steps), to_logs(x)
     starts = [
-        _from_logs(np.sort(np.append(logs, [center - width, center + width])))
+        from_logs(np.sort(np.append(logs, [center - width, center + width])))
         for width in (0.3, 0.03, 0.003)
         for center in np.linspace(low, -2 * width, 100)
     ]
@@ -117,21 +117,20 @@ def _with_one_more(x: FloatArray, loss: _Loss) -> FloatArray:
     return starts[int(np.argmin(np.where(np.isfinite(values), values, math.inf)))]
 
 
-def _from_logs(logs: FloatArray) -> FloatArray:
+def from_logs(logs: FloatArray) -> FloatArray:
     """The unknowns at given, sorted log(1 - pole)."""
     gaps = np.append(np.diff(logs), -logs[-1])
     return np.log(np.maximum(gaps - _NARROWEST, _NARROWEST))
 
 
-def _logs(x: Numbers) -> Numbers:
+def to_logs(x: Numbers) -> Numbers:
     """log(1 - pole) of all poles, lambda_1, mu_1, lambda_2, ...: sorted, and never quite the same."""
     gaps = _NARROWEST + np.exp(x)
     return -np.cumsum(gaps[..., ::-1], axis=-1)[..., ::-1]
 
 
-def _partial_fractions(x: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+def partial_fractions(logs: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers]:
     """1 - lambda, 1 - mu (preceded by 0, the workload's pole), and the weights omega and W."""
-    logs = _logs(x)
     complements = np.exp(logs)
     a, b = complements[..., ::2], complements[..., 1::2]
     omega = _residues(a, b)
@@ -158,19 +157,14 @@ class _Loss:
     largest: bool
 
     def __call__(self, x: FloatArray) -> tuple[float, FloatArray]:
-        perturbed = x + 1j * _COMPLEX_STEP * np.eye(len(x))
+        perturbed = x + 1j * COMPLEX_STEP * np.eye(len(x))
         values = self.value(perturbed)
-        return float(values[0].real), values.imag / _COMPLEX_STEP
+        return float(values[0].real), values.imag / COMPLEX_STEP
 
     def value(self, x: Numbers) -> Numbers:
-        a, poles, omega, weights = _partial_fractions(x)
-        square, error = self._squared_sensitivity(omega, _log1m(a)), self._error(weights, _log1m(poles))
-        return np.log(square) + np.log(error)
-
-    def _error(self, W: Numbers, logs: Numbers) -> Numbers:
-        pairs = logs[..., :, None] + logs[..., None, :]
-        sums = geometric(pairs, self.steps) if self.largest else weighted_geometric(pairs, self.steps)
-        return np.sum(W[..., :, None] * W[..., None, :] * sums, axis=(-1, -2))
+        a, poles, omega, weights = partial_fractions(to_logs(x))
+        error = squared_error(weights, log1m(poles), self.steps, self.largest)
+        return np.log(self._squared_sensitivity(omega, log1m(a))) + np.log(error)
 
     def _squared_sensitivity(self, omega: Numbers, logs: Numbers) -> Numbers:
         """|column 0 + column s + ...|^2. Between two participations only the buffers' decay is seen."""
@@ -189,7 +183,14 @@ class _Loss:
         return total
 
 
-def _log1m(complement: Numbers) -> Numbers:
+def squared_error(W: Numbers, logs: Numbers, steps: int, largest: bool) -> Numbers:
+    """The mean, or largest, squared error over all steps: sums of w_i = sum_k W_k exp(i logs_k), squared."""
+    pairs = logs[..., :, None] + logs[..., None, :]
+    sums = geometric(pairs, steps) if largest else weighted_geometric(pairs, steps)
+    return np.sum(W[..., :, None] * W[..., None, :] * sums, axis=(-1, -2))
+
+
+def log1m(complement: Numbers) -> Numbers:
     """log(1 - complement); NumPy's complex log1p is not accurate near zero."""
     real = np.log1p(-np.real(complement))
     return real - 1j * np.imag(complement) / (1 - np.real(complement))

@@ -161,7 +161,7 @@ class _Family:
     def loss(self, theta: FloatArray, goal: Objective, terms: int) -> tuple[float, FloatArray]:
         """log(|theta|^2 E(theta)); the first factor is one where the columns are normalized."""
         error = self._error(theta, terms)
-        total, head, beyond, tail = _aggregate(error, goal)
+        total, head, beyond, tail = aggregate(error, goal)
         gradient = error.gradient(head, beyond, tail) / total
         if self.normalize:
             return math.log(total), gradient
@@ -180,7 +180,7 @@ def _exact_objective(strategy: BandedToeplitz, workload: Workload, goal: Objecti
     return math.sqrt({"mean": error.mean, "max": error.maximum, "last": error.last}[goal.name]())
 
 
-def _aggregate(error: ToeplitzError, goal: Objective) -> tuple[float, FloatArray, float, FloatArray]:
+def aggregate(error: ToeplitzError, goal: Objective) -> tuple[float, FloatArray, float, FloatArray]:
     """The objective; its weights on w_i^2 in the head, in all beyond it, and on the tail's errors."""
     steps, computed = error.head_steps, min(len(error.response.head), error.head_steps)
     if goal.name == "mean":
