@@ -15,7 +15,7 @@ import bandmf
 from bandmf import Key
 from bandmf.noise import NumpyEngine
 from bandmf.sampling import sampler
-from bandmf.strategies import Identity
+from bandmf.strategies import BandedToeplitz, Identity
 from bandmf.torch import Engine, make_private
 from bandmf.torch.training import sums as sums_of_gradients
 from bandmf.torch.training.make_private import make_clipping
@@ -731,3 +731,26 @@ def test_the_old_name_of_steps_taken_still_works_with_a_warning():
     private = private_run(simple_plan())
     with pytest.warns(DeprecationWarning, match=r"private\.steps_taken"):
         assert private.step == private.steps_taken == 0
+
+
+# --- noise in two parts -------------------------------------------------------------------------------
+
+
+def test_noise_that_was_made_ready_is_added_once_and_to_its_own_step_only():
+    engine = Engine(BandedToeplitz([1.0, 0.5, 0.25], 12), KEY)
+    twin, shapes = Engine(BandedToeplitz([1.0, 0.5, 0.25], 12), KEY), {"w": (40,)}
+    state, other = engine.init(shapes), twin.init(shapes)
+    found, expected = torch.zeros(40), torch.zeros(40)
+    add = engine.ready(state, {"w": found}, 1.0)
+    assert not found.any()
+    add()
+    twin.add(other, {"w": expected}, 1.0)
+    assert torch.equal(found, expected)
+    with pytest.raises(RuntimeError, match="noise of step 0 was made ready; the state is at 1"):
+        add()
+    saved = engine.state_dict(state)
+    late = engine.ready(state, {"w": found}, 1.0)
+    engine.load_state_dict(state, saved)
+    with pytest.raises(RuntimeError, match="or was loaded since"):
+        late()
+    assert torch.equal(found, expected)
