@@ -179,6 +179,31 @@ def time_engine(bands: int, **options) -> dict[str, float]:
     return {"ms": milliseconds, "T": period, "peak_vectors": peak, "limit_vectors": limit}
 
 
+def time_without_history() -> dict[str, dict[str, float]]:
+    """Strategies for balls-in-bins: a few buffers, or nothing but draws; the weights' values do not change the time."""
+    inverse = BandedInverse([1.0, *(-0.05 for _ in range(15))], 100_000)
+    buffered = BufferedToeplitz([0.1, 0.08, 0.05, 0.02], [0.999, 0.98, 0.9, 0.5], 100_000)
+    ways = {
+        "BLT(4)": (buffered, {}),
+        "inverse(16), 0 vectors": (inverse, {"kept_inputs": 0}),
+        "inverse(16), 4 vectors": (inverse, {"kept_inputs": 4}),
+        "inverse(16), 15 vectors": (inverse, {"kept_inputs": 15}),
+    }
+    gradient = torch.zeros(D, device=DEVICE)
+    baseline = timed(lambda: gradient.add_(torch.randn(D, device=DEVICE), alpha=1e-3), 30, 5)
+    rows = {}
+    for name, (strategy, options) in ways.items():
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        engine = Engine(strategy, check_finite=False, **options)
+        state = engine.init({"w": gradient})
+        held = (torch.cuda.memory_allocated() - before) / (4 * D)
+        ms = timed(lambda engine=engine, state=state: engine.add(state, {"w": gradient}, 1e-3), 24, 24)
+        rows[name] = {"ms": ms, "ratio": ms / baseline, "vectors": held}
+        del state
+    return rows
+
+
 def time_roll(bands: int) -> float:
     """What one writes first in torch: roll the history, draw, combine, add."""
     history = torch.zeros(bands - 1, D, device=DEVICE)
@@ -308,7 +333,13 @@ def main() -> None:
         "triton": triton.__version__,
         "d": D,
     }
-    sections = {"check": check, "far": check_far, "tune": tune, "measure": lambda: measure(given.quick)}
+    sections = {
+        "check": check,
+        "far": check_far,
+        "tune": tune,
+        "without history": time_without_history,
+        "measure": lambda: measure(given.quick),
+    }
     if not given.tune:
         del sections["tune"]
     for name, section in sections.items():

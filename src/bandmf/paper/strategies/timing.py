@@ -181,7 +181,8 @@ def growing_gap(table: Table) -> Verdict:
 
 
 def cpu_faster(table: Table) -> Verdict:
-    """An order of magnitude: at least five times, at the most steps that both were timed at or near."""
+    """An order of magnitude: at least five times, at the most steps that both were timed at or near; ten times for no
+    remark."""
     gpu = table.where(family=TOEPLITZ, machine=GPU)
     cpu = table.where(family=TOEPLITZ, machine=CPU)
     if not _complete(table):
@@ -193,8 +194,11 @@ def cpu_faster(table: Table) -> Verdict:
     logs = np.interp(math.log(n), np.log(cpu.column("steps")), np.log(cpu.column("both_seconds")))
     ratio = quickest[n] / math.exp(logs)
     number = f"{ratio:.0f} times faster on one CPU core than on the GPU ({GPU}), at n = {n:,}"
-    if ratio >= 5:
+    if ratio >= 10:
         return Verdict("holds", number)
+    if ratio >= 5:
+        remark = "the GPU runs all steps in one kernel of ours; an operation for each step is slower still"
+        return Verdict("holds with a remark", number, remark)
     return Verdict("does not hold", number, "less than five times")
 
 
@@ -207,7 +211,7 @@ def draw(table: Table) -> Figure:
                 if curve:
                     axis.plot(*zip(*curve, strict=True), style, color=color, marker="o", markersize=4)
             top = max((row["steps"], row["both_seconds"] or row["loss_seconds"]) for row in rows)
-            axis.annotate(name, top, (0, 7), textcoords="offset points", ha="center", fontsize=9, color=color)
+            axis.annotate(name, top, (-7, 3), textcoords="offset points", ha="right", fontsize=9, color=color)
         axis.axhline(LIMIT, color="#777777", linewidth=0.8)
         axis.set(xscale="log", yscale="log", xlabel="steps", ylabel="seconds")
         for style, what in (("-", "loss"), ("--", "loss and gradient")):
