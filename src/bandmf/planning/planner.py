@@ -94,6 +94,7 @@ def plan(
         device=device,
         mechanism=mechanism,
         inverse_bands=inverse_bands,
+        bins=sampling == "balls-in-bins" and participation is None,
     )
     if request.participation is not None:
         if sampling != "auto":
@@ -152,7 +153,7 @@ def _best_cyclic(
 
 def _binned(request: Request, seconds: float, progress: Progress | None) -> Plan:
     """The best plan with balls-in-bins; an error where there is no certificate."""
-    request = bins.in_bins(request)
+    request = request if request.in_bins else bins.in_bins(request)
     bins.check_mechanism(request)
     found = bins.search(request, progress)
     chosen, certificate = bins.certified(request, bins.cheapest(found), seconds, progress)
@@ -199,8 +200,6 @@ def _obstacle(request: Request) -> str:
     )
     if obstacle:
         return obstacle
-    if request.workload.coefficients is None:
-        return f"has no strategies for the workload {request.workload.name!r}"
     assert request.examples is not None
     cycle = whole_cycle(request.examples, request.batch_size)
     if cycle > _MOST_BINS:

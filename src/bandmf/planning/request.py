@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from bandmf import _check, accounting
 from bandmf.noise.schedule import BYTES_PER_NUMBER
 from bandmf.participation import Participation
-from bandmf.planning.setup import MAX_STEPS, Setup, checked_batch_size
+from bandmf.planning.setup import MAX_STEPS, Setup, checked_batch_size, whole_cycle
 from bandmf.strategies import Strategy
 from bandmf.workloads import Workload, workload_for
 
@@ -71,9 +71,12 @@ def checked_request(
     device: str | None,
     mechanism: str,
     inverse_bands: int | None,
+    bins: bool,
 ) -> Request:
-    """The request, if it makes sense; one sentence says what does not."""
+    """The request, if it makes sense; one sentence says what does not. With `bins`, a batch is examples / cycle."""
     steps = training_steps(steps, epochs, batch_size, examples)
+    if bins and examples is not None:
+        batch_size = examples / whole_cycle(examples, batch_size)
     return Request(
         epsilon=epsilon,
         noise_multiplier=noise_multiplier,
@@ -92,6 +95,7 @@ def checked_request(
         device=device,
         mechanism=mechanism,
         inverse_bands=inverse_bands,
+        sampling="balls-in-bins" if bins else None,
     )
 
 
@@ -118,6 +122,10 @@ def _check_choice(request: Request) -> None:
         if _check.whole(name, bands) > request.bands_in_memory:
             held = f"memory holds the noise of at most {request.bands_in_memory} bands"
             raise _check.fail(name, bands, held, "give more memory=")
+    elif request.in_bins and request.noise_multiplier is not None:
+        raise _check.fail(
+            "noise_multiplier", request.noise_multiplier, "balls-in-bins is planned by epsilon="
+        )
     elif request.noise_multiplier is not None and request.participation is None:
         raise _check.fail(
             "noise_multiplier",

@@ -65,7 +65,7 @@ class Chain:
         first = float(_mean_exp(self._first(loss)[None])[0])
         q = self.tilt
         peak = (q - 1) * math.log(q - 1) - q * math.log(q) - (q - 1) * epsilon
-        slack = 2 * loss.rounding(q) + 1e-12
+        slack = (q + 2) * loss.rounding(q) + 1e-12  # of weights raised in log L, which has the power q
         return math.exp(min(first + sum(largest) + peak + slack, 700.0))
 
     def misdrawn(self, loss: PrivacyLoss) -> float:

@@ -48,10 +48,11 @@ class HalfSpace:
         excess = inside - math.exp(s * d + s**2 / 2 + special.log_ndtr(-d - s))
         return float(min(max(excess, 0.0) + 1e-12 * inside, 1.0)) * (1 + 1e-9)
 
-    def bound(self) -> float:
-        """The most that a weight can be."""
+    def bound(self, loss: PrivacyLoss) -> float:
+        """The most that a weight can be, raised as `sample` raises it."""
         s, d = self.steepness, self.distance
-        return math.exp(-(d**2) / 2 + math.log(s / (d + s)) + d / s * math.log(d / (d + s))) * (1 + 1e-9)
+        slack = (1 + d / s) * loss.rounding(1 + d / s) + 1e-9
+        return math.exp(-(d**2) / 2 + math.log(s / (d + s)) + d / s * math.log(d / (d + s)) + slack)
 
     def sample(
         self, loss: PrivacyLoss, epsilon: float, generator: np.random.Generator, rows: int

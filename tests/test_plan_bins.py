@@ -1,0 +1,292 @@
+"""Plans with balls-in-bins: certified or not at all, chosen for a stated reason, and the same again after a restart."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+
+import bandmf
+from bandmf import strategies, workloads
+from bandmf.accounting.bins import Certificate, NotCertifiedError, estimate, gram_matrix
+from bandmf.participation import FixedEpochs
+from bandmf.planning.plan_file import digest
+from bandmf.planning.setup import whole_cycle
+from bandmf.randomness.key import Key
+from bandmf.sampling import BallsInBins, sampler
+
+SMALL = {"epsilon": 8.0, "delta": 1e-5, "examples": 1_000, "batch_size": 50, "steps": 80}  # 4 epochs of 20
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return bandmf.plan(**SMALL)
+
+
+def test_balls_in_bins_is_chosen_where_it_is_certified_to_have_less_error(plan):
+    paper = bandmf.plan(**SMALL, sampling="cyclic-poisson")
+    assert plan.sampling == "balls-in-bins"
+    assert plan.rmse < paper.rmse
+    less = 1 - plan.rmse / paper.rmse
+    assert f"{less:.0%} less error" in plan.choice
+    assert "balls-in-bins, certified" in plan.explain()
+
+
+def test_a_plan_with_bins_says_what_it_has_and_has_not(plan):
+    assert (plan.cycle, plan.epochs, plan.batch_size) == (20, 4, 50)
+    assert (plan.sampling_probability, plan.rounds, plan.rule_of_thumb) == (None, None, None)
+    assert plan.noise_scale == plan.noise_multiplier == plan.certificate.sigma
+    error = math.sqrt(bandmf.error.mean_squared_error(plan.strategy))
+    assert plan.rmse == pytest.approx(plan.noise_scale * error, rel=1e-12)
+    assert plan.summary()["cycle"] == 20
+    assert plan.dp_sgd_ratio > 1
+
+
+def test_the_certified_noise_is_close_to_what_it_must_be(plan):
+    least = estimate(gram_matrix(plan.strategy, 20), 8.0, 1e-5, samples=2**15, seed=3)
+    assert 1 - 3 * least.relative_standard_error < plan.noise_scale / least.sigma < 1.02
+
+
+def test_all_candidates_are_shown_with_what_their_noise_keeps(plan):
+    shown = {(c.sampling, c.mechanism, c.bands): c for c in plan.candidates}
+    assert ("cyclic-poisson", "banded", 1) in shown
+    assert shown["balls-in-bins", "blt", 4].vectors == 4
+    assert shown["balls-in-bins", "banded-inverse", 16].vectors == 0
+    assert plan.candidates[-1].noise_multiplier == plan.noise_multiplier  # the chosen one, as certified
+
+
+def test_the_same_call_gives_the_same_plan_so_that_a_script_can_be_restarted(plan):
+    assert bandmf.plan(**SMALL) == plan
+    assert bandmf.plan(**{**SMALL, "epsilon": 7.0}) != plan
+
+
+def test_the_same_call_elsewhere_gives_another_certificate(plan, monkeypatch, tmp_path):
+    monkeypatch.setenv("BANDMF_CACHE", str(tmp_path))
+    other = bandmf.plan(**SMALL)
+    assert other.certificate.seed != plan.certificate.seed
+    assert other.noise_scale == pytest.approx(plan.noise_scale, rel=0.02)
+
+
+# --- the certificate ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def verified(monkeypatch, tmp_path):
+    """How often certificates were really computed again, on a machine that remembers nothing."""
+    monkeypatch.setenv("BANDMF_CACHE", str(tmp_path / "cache"))
+    counted, verify = [], Certificate.verify
+
+    def counting(self, *arguments, **options):
+        counted.append(self)
+        return verify(self, *arguments, **options)
+
+    monkeypatch.setattr(Certificate, "verify", counting)
+    return counted
+
+
+def test_a_plan_from_elsewhere_is_verified_once_on_this_machine(plan, verified, tmp_path):
+    path = plan.save(tmp_path / "plan.json")
+    for _ in range(3):
+        assert bandmf.Plan.load(path) == plan
+    assert len(verified) == 1
+
+
+def test_verify_computes_everything_again_also_with_a_seed_of_ones_own(plan, verified):
+    assert plan.verify() == plan.certificate
+    assert plan.verify(seed=12345).seed == 12345
+    assert len(verified) == 2
+
+
+def test_planning_does_not_compute_the_certificate_twice(verified):
+    assert bandmf.plan(**SMALL).in_bins
+    assert verified == []
+
+
+def forged(plan, path, **changes):
+    """The plan's file with other numbers in its certificate and outside of it, and the right digest."""
+    contents = json.loads(plan.save(path).read_text())
+    for name, value in changes.items():
+        (contents["certificate"] if name in contents["certificate"] else contents)[name] = value
+    if "sigma" in changes:
+        contents["noise_multiplier"] = changes["sigma"]
+    contents["digest"] = digest({name: value for name, value in contents.items() if name != "digest"})
+    path.write_text(json.dumps(contents))
+    return path
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sigma": 0.97},
+        {"samples": 100_000},
+        {"seed": 1},
+        {"failure": 1e-9},
+        {"gram_marks": [1.0, 2.0, 3.0]},
+        {"weight_bound": 1e-9},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_certificate_that_is_not_true_is_refused(plan, tmp_path, change):
+    if "sigma" in change:
+        change = {"sigma": change["sigma"] * plan.noise_scale}
+    with pytest.raises(ValueError, match="certif"):
+        bandmf.Plan.load(forged(plan, tmp_path / "plan.json", **change))
+
+
+def test_a_strategy_that_the_certificate_is_not_for_is_refused(plan):
+    other = strategies.BufferedToeplitz(1.1 * plan.strategy.scales, plan.strategy.decays, plan.steps)
+    with pytest.raises(NotCertifiedError):
+        dataclasses.replace(plan, strategy=other)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"epsilon": 7.9}, "is for epsilon=8"),
+        ({"delta": 9e-6}, "is for epsilon=8"),
+        ({"noise_multiplier": 0.5}, "noise of"),
+        ({"batch_size": 25.0}, "cycle=40"),
+        ({"batch_size": 49.0}, "batch_size=49.0: must be examples / cycle"),
+        ({"certificate": None}, "needs a certificate"),
+        ({"sampling": "cyclic-poisson"}, r"strategy\.bands|only"),
+        ({"adjacency": "replace"}, "not against adjacency='replace'"),
+        ({"max_batch_size": 60}, "max_batch_size=60"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_estimates_and_borrowed_certificates_never_make_a_plan(plan, change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(plan, **change)
+
+
+def test_more_noise_than_certified_is_allowed(plan):
+    assert dataclasses.replace(plan, noise_multiplier=2 * plan.noise_multiplier).rmse == 2 * plan.rmse
+
+
+def test_a_copy_is_an_equal_plan(plan):
+    assert copy.deepcopy(plan) == plan
+
+
+def test_a_part_of_the_run_spends_no_more_than_the_whole(plan):
+    assert plan.spent_after(0) == 0
+    assert plan.spent_after(1) == plan.spent_after(80) == plan.spent() == 8.0
+
+
+# --- the choice -----------------------------------------------------------------------------------------
+
+
+def test_many_epochs_with_small_epsilon_are_better_off_with_cyclic_poisson():
+    found = bandmf.plan(epsilon=1, delta=1e-6, examples=400, batch_size=50, steps=512)
+    assert found.sampling == "cyclic-poisson"
+    assert found.choice.startswith("cyclic Poisson sampling, since balls-in-bins")
+
+
+def test_too_little_time_to_certify_falls_back_to_cyclic_poisson_and_says_so():
+    found = bandmf.plan(**SMALL, certify_seconds=1e-6)
+    assert found.sampling == "cyclic-poisson"
+    assert found.choice.endswith("could not be certified within certify_seconds=1e-06")
+    with pytest.raises(NotCertifiedError, match="seconds=1e-06"):
+        bandmf.plan(**SMALL, sampling="balls-in-bins", certify_seconds=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"steps": 19}, "takes at least one whole epoch, 20 steps"),
+        ({"adjacency": "replace"}, "not against adjacency='replace'"),
+        (
+            {"batch_size": 1.0, "examples": 5_000, "steps": 5_000},
+            "takes long to account for 5000 steps an epoch",
+        ),
+    ],
+    ids=["less than an epoch", "replace", "many bins"],
+)
+def test_what_bins_cannot_do_is_said(change, reason):
+    found = bandmf.plan(**{**SMALL, **change})
+    assert found.sampling == "cyclic-poisson"
+    assert reason in found.choice
+
+
+@pytest.mark.parametrize("given", [{"bands": 4}, {"strategy": strategies.Identity(80)}])
+def test_what_only_cyclic_poisson_has_asks_for_it(given):
+    found = bandmf.plan(**SMALL, **given)
+    assert (found.sampling, found.choice) == ("cyclic-poisson", "")
+
+
+@pytest.mark.parametrize(
+    ("given", "mechanism", "vectors"),
+    [
+        ({"mechanism": "blt"}, "blt", 4),
+        ({"mechanism": "banded-inverse"}, "banded-inverse", 0),
+        ({"mechanism": "banded-inverse", "inverse_bands": 4}, "banded-inverse", 0),
+        ({"mechanism": "banded", "sampling": "balls-in-bins", "bands": 6}, "banded", 5),
+        ({"mechanism": "banded-inverse", "parameters": 10, "memory": 40.0 * 3}, "banded-inverse", 3),
+        ({"parameters": 10, "memory": 1.0}, "banded-inverse", 0),  # memory for nothing
+    ],
+    ids=["blt", "inverse", "inverse of 4", "banded", "inverse keeping 3", "no memory"],
+)
+def test_a_mechanism_that_is_asked_for_is_planned(given, mechanism, vectors):
+    found = bandmf.plan(**SMALL, **given)
+    assert (found.sampling, found.mechanism, found.vectors) == ("balls-in-bins", mechanism, vectors)
+    if "inverse_bands" in given:
+        assert found.strategy.inverse_bands == given["inverse_bands"]
+
+
+def test_a_strategy_of_ones_own_is_certified():
+    mine = strategies.lambda_cgd(80, 0.6)
+    found = bandmf.plan(**SMALL, strategy=mine, sampling="balls-in-bins")
+    assert found.strategy is mine
+    assert found.verify().sigma == found.noise_scale
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"sampling": "by chance"}, "sampling='by chance'"),
+        ({"sampling": "b-min-sep"}, "cannot be certified"),
+        ({"sampling": "cyclic-poisson", "mechanism": "blt"}, "use sampling='balls-in-bins'"),
+        ({"sampling": "balls-in-bins", "participation": FixedEpochs(4)}, "has no meaning"),
+        ({"sampling": "balls-in-bins", "adjacency": "replace"}, "not against adjacency='replace'"),
+        ({"sampling": "balls-in-bins", "max_batch_size": 60}, "max_batch_size=60"),
+        ({"sampling": "balls-in-bins", "steps": 19}, "whole epoch"),
+        ({"mechanism": "dense"}, "mechanism='dense'"),
+        ({"mechanism": "blt", "inverse_bands": 4}, "inverse_bands=4"),
+        ({"inverse_bands": 0}, "inverse_bands=0"),
+        ({"certify_seconds": 0}, "certify_seconds=0"),
+        ({"mechanism": "blt", "workload": workloads.momentum(80, 0.9)}, "running sums only"),
+        ({"mechanism": "blt", "parameters": 10, "memory": 40.0}, "needs memory for 4 vectors"),
+    ],
+)
+def test_nonsense_gets_one_clear_sentence(given, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        bandmf.plan(**{**SMALL, **given})
+    assert "\n" not in str(caught.value)
+
+
+# --- the batches ----------------------------------------------------------------------------------------
+
+
+def test_the_sampler_of_the_plan_draws_each_example_once_an_epoch(plan):
+    batches = sampler(plan, Key(bytes(32)))
+    assert isinstance(batches, BallsInBins)
+    for epoch in range(4):
+        taken = np.concatenate([batches.batch(20 * epoch + step) for step in range(20)])
+        np.testing.assert_array_equal(np.sort(taken), np.arange(1_000))
+
+
+@pytest.mark.parametrize(
+    ("examples", "batch_size", "cycle"), [(60_000, 256, 235), (1_000, 50, 20), (7, 3, 3), (10, 0.1, 100)]
+)
+def test_a_cycle_is_an_epoch_rounded_up(examples, batch_size, cycle):
+    assert whole_cycle(examples, batch_size) == cycle
+
+
+def test_the_divisor_is_the_expected_size_of_a_bin():
+    found = bandmf.plan(
+        epsilon=8, delta=1e-5, examples=1_000, batch_size=60, steps=80, sampling="balls-in-bins"
+    )
+    assert (found.cycle, found.batch_size) == (17, 1_000 / 17)
