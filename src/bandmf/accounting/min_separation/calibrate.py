@@ -15,9 +15,10 @@ from bandmf.accounting.bins.certificate import FAILURE, NotCertifiedError
 from bandmf.accounting.bins.tuning import LUCK, samples_for
 from bandmf.accounting.min_separation.certificate import Certificate, certify
 from bandmf.accounting.min_separation.copies import Copies
-from bandmf.accounting.min_separation.divergences import seconds_per_sample
+from bandmf.accounting.min_separation.divergences import PILOT, add_sums, seconds_per_sample
 from bandmf.accounting.min_separation.estimate import Estimate, estimate_sigma
-from bandmf.accounting.min_separation.loss import privacy_loss
+from bandmf.accounting.min_separation.half_space import closed_bound
+from bandmf.accounting.min_separation.loss import Loss, privacy_loss
 from bandmf.strategies.base import Strategy
 
 _AIM = 0.94  # of delta
@@ -82,6 +83,9 @@ def calibrate(
                 samples=samples,
                 seed=root + (attempt << 120),
                 copies=found.copies,
+                add_samples=_add_samples(
+                    privacy_loss(strategy, sigma, separation, probability), epsilon, delta, most
+                ),
                 attempt=attempt,
                 workers=workers,
             )
@@ -93,6 +97,21 @@ def calibrate(
         failed.remove,
         failed.add,
     )
+
+
+def _add_samples(loss: Loss, epsilon: float, delta: float, most: int) -> int:
+    """Samples that show the add direction to be below what is allowed; 0 where that needs none."""
+    allowed = delta * (1 - FAILURE)
+    if closed_bound(loss, epsilon) <= allowed:
+        return 0
+    sampled = add_sums(loss, epsilon, _LEAST, 0, stream=PILOT)
+    if sampled is None:
+        return 0
+    sums, bound = sampled
+    mean = max(sums.mean, 1e-3 * allowed)
+    log_term = math.log(2 / (FAILURE * delta / 4)) + 1  # one more attempt's share
+    needed = samples_for(sums.variance / mean**2, bound / mean, max(allowed / mean - 1, 0.01), log_term)
+    return min(max(int(1.5 * needed), _LEAST), 4 * most)  # they are cheaper than those of the other direction
 
 
 def _aim(found: Estimate, delta: float, most: int, log_term: float) -> tuple[float, int]:

@@ -120,7 +120,7 @@ class Copies:
 
     @property
     def _slack(self) -> float:
-        return self.loss.rounding(self.copies) + self.misdrawn
+        return self.loss.rounding(self.copies * self.loss.farthest) + self.misdrawn
 
     def sample(self, epsilon: float, generator: np.random.Generator, rows: int) -> FloatArray:
         """Independent samples with expectation delta: each with a noise vector and its negative, averaged."""
@@ -160,7 +160,9 @@ class Copies:
         pull = self._pull(t, states.waits[state])
         undecided = np.arange(len(state))
         for j in range(1, self.copies + 1):
-            undecided = undecided[states.free[state[undecided]] >= j]  # rounding may leave a little: take the last
+            undecided = undecided[
+                states.free[state[undecided]] >= j
+            ]  # rounding may leave a little: take the last
             if len(undecided) == 0:
                 break
             here = state[undecided]
@@ -215,11 +217,10 @@ class Copies:
 def overlaps(loss: Loss) -> FloatArray:
     """<c_t, c_t'> by step t and the wait of a copy that joined at t': b - (t - t'); zero where it joined before 0."""
     n, b = loss.steps, loss.separation
-    gram = band_columns.gram(loss.columns)  # [j, r] is <c_{j+r}, c_j>
+    gram = band_columns.gram(loss.columns[:, : min(n, b)])  # [j, r] is <c_{j+r}, c_j>
     result = np.zeros((n, b))
-    for wait in range(1, b):
-        apart = b - wait
-        result[apart:, wait] = gram[: max(n - apart, 0), apart]
+    for apart in range(1, gram.shape[1]):
+        result[apart:, b - apart] = gram[: n - apart, apart]
     return result
 
 

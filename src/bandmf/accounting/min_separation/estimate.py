@@ -108,7 +108,9 @@ def _tuned(law: partial[Loss], norm: float, epsilon: float, delta: float, seed: 
                 break
         else:
             reached = f"{proposal.copies} copies"
-            raise _check.fail("epsilon", epsilon, f"too small to be sampled with {reached}", "use fewer bands")
+            raise _check.fail(
+                "epsilon", epsilon, f"too small to be sampled with {reached}", "use fewer bands"
+            )
         off = math.log(sums.mean / delta)
         if abs(off) < 1.0:
             return sigma, proposal.copies

@@ -106,15 +106,20 @@ class Loss:
         joined = np.array(past[:n]) + odds + np.array(ahead[b:])
         return log_likelihood, np.exp(joined - log_likelihood)
 
-    def rounding(self, tilt: float) -> float:
-        """What rounding moves log L by, where x is `tilt` means m_S plus noise: at most this.
+    @property
+    def farthest(self) -> float:
+        """|m_S| is at most this."""
+        return math.sqrt(float(self.norms.max()) * self.most)
+
+    def rounding(self, distance: float) -> float:
+        """What rounding moves log L by, where x is noise moved by at most `distance`: at most this.
 
         A product of length m errs by m 2^-53 times the norms; the norm of the noise is below sqrt(n) + 10 but for a
         probability below 1e-20, and S has at most `most` steps. The recursion has n steps of three operations each.
         """
-        root = math.sqrt(float(self.norms.max()))
-        length = math.sqrt(self.steps) + 10 + tilt * root * math.sqrt(self.most)
+        length = math.sqrt(self.steps) + 10 + distance
         width = self.blocks[0].shape[1] + self.separation
+        root = math.sqrt(float(self.norms.max()))
         return 4 * (self.most * width * root * length + 4 * self.steps + 16) * _ROUNDING
 
     def _placed(self) -> list[tuple[int, FloatArray]]:
