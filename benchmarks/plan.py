@@ -25,7 +25,14 @@ def against_peer(steps: int, examples: int, batch: int, epsilon: float) -> dict[
     from jax_privacy.matrix_factorization import toeplitz
 
     ours, plan = timed(
-        lambda: bandmf.plan(epsilon=epsilon, delta=DELTA, examples=examples, batch_size=batch, steps=steps)
+        lambda: bandmf.plan(
+            epsilon=epsilon,
+            delta=DELTA,
+            examples=examples,
+            batch_size=batch,
+            steps=steps,
+            sampling="cyclic-poisson",
+        )
     )
     theirs, (coefficients, stddev) = timed(
         lambda: toeplitz.optimize_coefs_for_amplifications(
@@ -53,7 +60,14 @@ def against_peer(steps: int, examples: int, batch: int, epsilon: float) -> dict[
 def alone(steps: int, epochs: int, epsilon: float) -> dict[str, object]:
     examples = 64 * steps // epochs
     seconds, plan = timed(
-        lambda: bandmf.plan(epsilon=epsilon, delta=DELTA, examples=examples, batch_size=64, steps=steps)
+        lambda: bandmf.plan(
+            epsilon=epsilon,
+            delta=DELTA,
+            examples=examples,
+            batch_size=64,
+            steps=steps,
+            sampling="cyclic-poisson",
+        )
     )
     by_bands = {candidate.bands: candidate for candidate in plan.candidates}
     return {

@@ -39,14 +39,14 @@ def oracle(key: Key, examples: int, cycle: int) -> np.ndarray:
 
 @pytest.mark.parametrize(("examples", "cycle"), [(1, 1), (7, 3), (100, 1), (203, 10), (64, 100)])
 def test_bins_are_the_words_of_the_cipher(examples, cycle):
-    batches = BallsInBins(KEY, examples=examples, steps=cycle, epochs=1)
+    batches = BallsInBins(KEY, examples=examples, steps=cycle, cycle=cycle)
     np.testing.assert_array_equal(bins_of(batches), oracle(KEY, examples, cycle))
 
 
 def test_bins_do_not_depend_on_the_size_of_chunks(monkeypatch):
-    whole = bins_of(BallsInBins(KEY, examples=1000, steps=7, epochs=1))
+    whole = bins_of(BallsInBins(KEY, examples=1000, steps=7, cycle=7))
     monkeypatch.setattr(module, "_CHUNK", 64)
-    np.testing.assert_array_equal(bins_of(BallsInBins(KEY, examples=1000, steps=7, epochs=1)), whole)
+    np.testing.assert_array_equal(bins_of(BallsInBins(KEY, examples=1000, steps=7, cycle=7)), whole)
 
 
 # --- each example takes part once an epoch, at one place --------------------------------------------------
@@ -54,9 +54,8 @@ def test_bins_do_not_depend_on_the_size_of_chunks(monkeypatch):
 
 @given(examples=st.integers(1, 60), steps=st.integers(1, 40), data=st.data())
 def test_each_example_takes_part_once_an_epoch_in_the_same_place(examples, steps, data):
-    epochs = data.draw(st.integers(1, steps))
-    batches = BallsInBins(KEY, examples=examples, steps=steps, epochs=epochs)
-    cycle = -(-steps // epochs)
+    cycle = data.draw(st.integers(1, steps))
+    batches = BallsInBins(KEY, examples=examples, steps=steps, cycle=cycle)
     assert batches.cycle == cycle
     taken = [[] for _ in range(examples)]
     for step in range(steps):
@@ -65,13 +64,13 @@ def test_each_example_takes_part_once_an_epoch_in_the_same_place(examples, steps
         for example in batch:
             taken[example].append(step)
     for steps_taken in taken:
-        assert len(steps_taken) <= epochs
+        assert len(steps_taken) <= -(-steps // cycle)
         assert steps_taken == list(range(steps_taken[0], steps, cycle))
         assert steps_taken[0] < cycle
 
 
 def test_the_last_epoch_is_cut_off():
-    batches = BallsInBins(KEY, examples=500, steps=10, epochs=3)  # epochs of 4, 4 and 2 steps
+    batches = BallsInBins(KEY, examples=500, steps=10, cycle=4)  # epochs of 4, 4 and 2 steps
     bins, counts = bins_of(batches), np.zeros(500, int)
     for step in range(10):
         counts[batches.batch(step)] += 1
@@ -80,16 +79,16 @@ def test_the_last_epoch_is_cut_off():
 
 def test_a_restart_continues_with_the_same_batches():
     """It has no state: any step of a new one is that of the old one, in any order."""
-    first = BallsInBins(KEY, examples=400, steps=30, epochs=4)
+    first = BallsInBins(KEY, examples=400, steps=30, cycle=8)
     batches = [first.batch(step) for step in range(30)]
-    again = BallsInBins(KEY, examples=400, steps=30, epochs=4)
+    again = BallsInBins(KEY, examples=400, steps=30, cycle=8)
     for step in (29, 3, 17, 3):
         np.testing.assert_array_equal(again.batch(step), batches[step])
     assert first.provenance == again.provenance
 
 
 def test_a_batch_is_the_callers_to_change():
-    batches = BallsInBins(KEY, examples=50, steps=4, epochs=2)
+    batches = BallsInBins(KEY, examples=50, steps=4, cycle=2)
     before = batches.batch(1).copy()
     batches.batch(1)[:] = 0
     np.testing.assert_array_equal(batches.batch(3), before)
@@ -97,8 +96,8 @@ def test_a_batch_is_the_callers_to_change():
 
 @given(examples=st.integers(1, 300), cycle=st.integers(1, 50))
 def test_an_example_more_or_less_does_not_change_the_bins_of_others(examples, cycle):
-    smaller = bins_of(BallsInBins(KEY, examples=examples, steps=cycle, epochs=1))
-    larger = bins_of(BallsInBins(KEY, examples=examples + 1, steps=cycle, epochs=1))
+    smaller = bins_of(BallsInBins(KEY, examples=examples, steps=cycle, cycle=cycle))
+    larger = bins_of(BallsInBins(KEY, examples=examples + 1, steps=cycle, cycle=cycle))
     np.testing.assert_array_equal(larger[:-1], smaller)
 
 
@@ -118,7 +117,7 @@ def check_bins(bins_of_key, count=12_000) -> None:
 
 
 def real(key: Key) -> np.ndarray:
-    return bins_of(BallsInBins(key, examples=12, steps=CYCLE, epochs=1))
+    return bins_of(BallsInBins(key, examples=12, steps=CYCLE, cycle=CYCLE))
 
 
 def biased(key: Key) -> np.ndarray:
@@ -151,7 +150,7 @@ def test_planted_bins_that_are_not_are_caught_by_the_same_chi_square(planted):
 
 
 def test_with_one_key_bins_of_many_examples_are_uniform_and_independent():
-    bins = bins_of(BallsInBins(KEY, examples=1_000_000, steps=20, epochs=1))
+    bins = bins_of(BallsInBins(KEY, examples=1_000_000, steps=20, cycle=20))
     assert_uniform(np.bincount(bins))
     for distance in (1, 2, 7, 8, 64):  # a block of the cipher holds eight
         assert_uniform(np.bincount(20 * bins[distance:] + bins[:-distance], minlength=400))
@@ -164,17 +163,17 @@ def test_with_one_key_bins_of_many_examples_are_uniform_and_independent():
 
 
 def test_sizes_of_batches_are_binomial():
-    sizes = [len(BallsInBins(key, examples=400, steps=12, epochs=3).batch(6)) for key in keys(300)]
+    sizes = [len(BallsInBins(key, examples=400, steps=12, cycle=4).batch(6)) for key in keys(300)]
     assert_fits(sizes, 1 / 4, 400)
     with pytest.raises(AssertionError):
         assert_fits([100] * 300, 1 / 4, 400)  # equal sizes
 
 
 def test_different_keys_draw_different_and_independent_bins():
-    one, two = (bins_of(BallsInBins(key, examples=20_000, steps=8, epochs=1)) for key in keys(2, first=77))
+    one, two = (bins_of(BallsInBins(key, examples=20_000, steps=8, cycle=8)) for key in keys(2, first=77))
     assert_uniform(np.bincount(8 * one + two, minlength=64))
-    run = bins_of(BallsInBins(KEY.for_run("ab" * 16), examples=20_000, steps=8, epochs=1))
-    mine = bins_of(BallsInBins(KEY, examples=20_000, steps=8, epochs=1))
+    run = bins_of(BallsInBins(KEY.for_run("ab" * 16), examples=20_000, steps=8, cycle=8))
+    mine = bins_of(BallsInBins(KEY, examples=20_000, steps=8, cycle=8))
     assert_uniform(np.bincount(8 * run + mine, minlength=64))
 
 
@@ -182,11 +181,11 @@ def test_different_keys_draw_different_and_independent_bins():
 
 
 def test_provenance_tells_samplers_apart():
-    def provenance(key=KEY, examples=400, steps=30, epochs=4):
-        return BallsInBins(key, examples=examples, steps=steps, epochs=epochs).provenance
+    def provenance(key=KEY, examples=400, steps=30, cycle=8):
+        return BallsInBins(key, examples=examples, steps=steps, cycle=cycle).provenance
 
     assert provenance()["kind"] == "BallsInBins"
-    others = [provenance(key=Key()), provenance(examples=401), provenance(epochs=5)]
+    others = [provenance(key=Key()), provenance(examples=401), provenance(cycle=6)]
     assert all(other != provenance() for other in others)
     assert provenance(steps=31) == provenance()  # the cycle is 8, too: the same batches, and one more
 
@@ -194,7 +193,7 @@ def test_provenance_tells_samplers_apart():
 def test_it_holds_one_number_per_example_and_a_step_costs_the_batch():
     examples = 2_000_000
     tracemalloc.start()
-    batches = BallsInBins(KEY, examples=examples, steps=40_000, epochs=2)
+    batches = BallsInBins(KEY, examples=examples, steps=40_000, cycle=20_000)
     held, peak = tracemalloc.get_traced_memory()
     tracemalloc.reset_peak()
     sizes = [len(batches.batch(step)) for step in range(200)]
@@ -208,7 +207,7 @@ def test_it_holds_one_number_per_example_and_a_step_costs_the_batch():
 
 @pytest.mark.long
 def test_a_hundred_million_examples():
-    batches = BallsInBins(KEY, examples=10**8, steps=2048, epochs=2)
+    batches = BallsInBins(KEY, examples=10**8, steps=2048, cycle=1024)
     assert batches._placed.nbytes == 8 * 10**8
     assert_uniform([len(batches.batch(step)) for step in range(1024)])
 
@@ -216,7 +215,7 @@ def test_a_hundred_million_examples():
 @pytest.mark.parametrize("step", [-1, 8, 1.5])
 def test_steps_outside_the_plan_are_refused(step):
     with pytest.raises(ValueError, match="step="):
-        BallsInBins(KEY, examples=10, steps=8, epochs=2).batch(step)
+        BallsInBins(KEY, examples=10, steps=8, cycle=4).batch(step)
 
 
 @pytest.mark.parametrize(
@@ -225,12 +224,15 @@ def test_steps_outside_the_plan_are_refused(step):
         ({"examples": 0}, "examples=0"),
         ({"examples": 2**40}, "examples=1099511627776"),
         ({"steps": 0}, "steps=0"),
-        ({"epochs": 0}, "epochs=0: must be a whole number between 1 and steps=8"),
-        ({"epochs": 9}, "epochs=9: must be a whole number between 1 and steps=8"),
-        ({"epochs": 2.5}, "epochs=2.5"),
-        ({"steps": 2**62, "epochs": 1}, "cycle=4611686018427387904.*take more epochs"),
+        ({"cycle": 0}, r"cycle=0: must be a whole number between 1 and 8 \(steps=8\)"),
+        ({"cycle": 9}, r"cycle=9: must be a whole number between 1 and 8 \(steps=8\)"),
+        ({"cycle": 2.5}, "cycle=2.5"),
+        (
+            {"steps": 2**62, "cycle": 2**62},
+            "cycle=4611686018427387904: must be a whole number between 1 and 9223",
+        ),
     ],
 )
 def test_numbers_out_of_range_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        BallsInBins(KEY, **{"examples": 10, "steps": 8, "epochs": 2, **change})
+        BallsInBins(KEY, **{"examples": 10, "steps": 8, "cycle": 4, **change})

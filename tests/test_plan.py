@@ -20,7 +20,9 @@ from bandmf.planning.plan_file import digest
 from bandmf.planning.request import parse_bytes
 from bandmf.planning.sweep import sweep
 
-SMALL = {"epsilon": 8.0, "delta": 1e-6, "examples": 6_000, "batch_size": 60, "steps": 400}
+SMALL = {
+    "epsilon": 8.0, "delta": 1e-6, "examples": 6_000, "batch_size": 60, "steps": 400, "sampling": "cyclic-poisson",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +59,7 @@ def test_the_chosen_bands_are_the_best_of_all(plan):
 def test_the_search_finds_what_brute_force_over_all_bands_finds(epsilon, epochs, steps):
     examples = 50 * steps // epochs
     setting = {"epsilon": epsilon, "delta": 1e-6, "examples": examples, "batch_size": 50, "steps": steps}
-    found = bandmf.plan(**setting)
+    found = bandmf.plan(**setting, sampling="cyclic-poisson")
     most = min(steps, examples // 50)
     best = min(bandmf.plan(**setting, bands=bands).rmse for bands in range(1, most + 1))
     assert best <= found.rmse <= 1.002 * best
@@ -179,7 +181,7 @@ def test_memory_limit_caps_the_bands_and_says_what_it_costs():
 def test_a_memory_limit_never_chooses_worse_than_what_was_weighed():
     """The error is not monotone in the bands: between two minima a limit must not be filled for its own sake."""
     setting = {"epsilon": 8.0, "delta": 1e-6, "examples": 100_000, "batch_size": 100, "steps": 2000}
-    limited = bandmf.plan(**setting, parameters=1000, memory=4 * 1000 * 600)
+    limited = bandmf.plan(**setting, sampling="cyclic-poisson", parameters=1000, memory=4 * 1000 * 600)
     assert limited.bands <= 600
     assert limited.rmse <= min(c.rmse for c in limited.candidates if c.bands <= 600) * (1 + 1e-9)
     assert limited.best_without_memory_limit.bands > 600
@@ -239,7 +241,7 @@ def test_unamplified_plan_is_one_release_with_the_sensitivity_of_its_participati
 
 def test_amplified_and_fixed_epoch_plans_agree_at_full_participation():
     amplified = bandmf.plan(**SMALL, bands=100)
-    fixed = bandmf.plan(**SMALL, participation=FixedEpochs(4))
+    fixed = bandmf.plan(**{**SMALL, "sampling": "auto"}, participation=FixedEpochs(4))
     assert fixed.noise_scale == pytest.approx(amplified.noise_scale, rel=2e-4)
 
 
@@ -342,7 +344,10 @@ def test_a_plan_that_contradicts_itself_cannot_be_made_by_replacing(plan, change
 
 
 CONTRADICTIONS = [
-    ({"participation": FixedEpochs(7)}, "epochs=7"),
+    ({"participation": FixedEpochs(4)}, "sampling='cyclic-poisson'"),
+    ({"participation": FixedEpochs(7), "sampling": "none"}, "epochs=7"),
+    ({"sampling": "balls-in-bins"}, "certificate=None"),
+    ({"sampling": "by chance"}, "sampling='by chance'"),
     ({"participation": "hello"}, "participation='hello'"),
     ({"epsilon": math.inf, "delta": 5.0}, "delta=5.0"),
     ({"epsilon": math.inf, "adjacency": "junk"}, "adjacency='junk'"),
@@ -372,7 +377,8 @@ def test_what_makes_no_sense_cannot_be_replaced_into_a_plan(plan, change, messag
         ({"devices": 0}, "devices=0"),
         ({"parameters": "many"}, "parameters='many'"),
         ({"candidates": [["x", "y", {}, []]]}, "bands='x'"),
-        ({"participation": {"kind": "FixedEpochs", "epochs": 7}}, "epochs=7"),
+        ({"participation": {"kind": "FixedEpochs", "epochs": 7}, "sampling": "none"}, "epochs=7"),
+        ({"sampling": "balls-in-bins"}, "certificate=None"),
         ({"delta": 3.0, "epsilon": math.inf}, "delta=3.0"),
         ({"extra": 1}, "unknown entries"),
     ],

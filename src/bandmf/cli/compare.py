@@ -109,9 +109,7 @@ def _map(steps: int, delta: float, path: Path, line: show.Status) -> None:
     best = []
     for epsilon in _EPSILONS:
         line.update(f"best bands at epsilon={epsilon:g}")
-        row = [
-            plan(epsilon=epsilon, delta=delta, examples=steps * 1024 // k, batch_size=1024, steps=steps).bands
-            for k in epochs
-        ]
-        best.append(row)
+        setting = {"epsilon": epsilon, "delta": delta, "batch_size": 1024, "steps": steps}
+        plans = [plan(**setting, examples=steps * 1024 // k, sampling="cyclic-poisson") for k in epochs]  # type: ignore[arg-type]
+        best.append([each.bands for each in plans])
     plots.save(plots.best_bands(epochs, list(_EPSILONS), best, f"Best bands, {steps} steps"), path)

@@ -58,6 +58,14 @@ def plan(
     separation: Annotated[
         int | None, typer.Option(help="Fewest steps between two participations of a user.")
     ] = None,
+    sampling: Annotated[
+        str, typer.Option(help="auto, cyclic-poisson (the paper's) or balls-in-bins.")
+    ] = "auto",
+    mechanism: Annotated[str, typer.Option(help="auto, banded, banded-inverse or blt.")] = "auto",
+    inverse_bands: Annotated[
+        int | None, typer.Option(help="Bands of a banded inverse.", show_default="16")
+    ] = None,
+    certify_seconds: Annotated[float, typer.Option(help="Time to certify balls-in-bins.")] = 30.0,
     explain: Annotated[bool, typer.Option("--explain", help="Say in words what is guaranteed.")] = False,
     save: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw error against bands (.png, .svg, .pdf).")] = None,
@@ -75,8 +83,8 @@ def plan(
         workload = workloads.momentum(training_steps(steps, epochs, batch_size, examples), momentum)
     with show.status("evaluating candidates") as line:
 
-        def progress(candidate: Candidate) -> None:
-            line.update(f"{candidate.bands} bands: RMSE {candidate.rmse:.5g}")
+        def progress(found: Candidate | str) -> None:
+            line.update(found if isinstance(found, str) else f"{found.name}: RMSE {found.rmse:.5g}")
 
         made = make_plan(
             epsilon=epsilon,
@@ -95,6 +103,10 @@ def plan(
             participation=participation,
             adjacency=adjacency,
             noise_multiplier=noise_multiplier,
+            sampling=sampling,
+            mechanism=mechanism,
+            inverse_bands=inverse_bands,
+            certify_seconds=certify_seconds,
             progress=progress,
         )
     if save is not None:
@@ -113,7 +125,8 @@ plan.__doc__ = f"Plan private training: the mechanism of least noise for a priva
 
 
 def _figure(made: Plan) -> Figure:
-    curve = [(c.bands, c.rmse / made.batch_size) for c in made.candidates]
+    cyclic = [c for c in made.candidates if c.sampling != "balls-in-bins"]
+    curve = [(c.bands, c.rmse / made.batch_size) for c in cyclic]
     names = {1: "DP-SGD"}
     if made.examples is not None and made.examples / made.batch_size <= made.steps:
         names[int(made.examples / made.batch_size)] = "no amplification"
@@ -125,24 +138,32 @@ def _print(made: Plan) -> None:
     named = {_NAMES.get(name, name.replace("_", " ")): value for name, value in made.summary().items()}
     show.print_pairs("Plan", {name: _text(name, value) for name, value in named.items()})
     table = Table(title="Candidates", title_justify="left", box=None, padding=(0, 2))
-    for name in ("bands", "noise multiplier", "RMSE", "against the plan", "noise memory per device"):
+    table.add_column("")
+    for name in ("noise multiplier", "RMSE", "against the plan", "vectors of noise", "memory per device"):
         table.add_column(name, justify="right")
     for c in made.candidates:
+        vectors = "" if c.vectors is None else str(c.vectors)
         memory = "" if c.memory is None else show.size(c.memory)
-        mark = "chosen" if c.bands == made.bands else f"{c.rmse / made.rmse:.3f}x"
-        table.add_row(str(c.bands), f"{c.noise_multiplier:.4f}", f"{c.rmse:.5g}", mark, memory)
+        mark = "chosen" if c.noise_multiplier == made.noise_multiplier else f"{c.rmse / made.rmse:.3f}x"
+        table.add_row(c.name, f"{c.noise_multiplier:.4f}", f"{c.rmse:.5g}", mark, vectors, memory)
     show.console.print(table)
+    if made.choice:
+        show.console.print(f"{made.choice[0].upper()}{made.choice[1:]}.")
     limit = made.best_without_memory_limit
     if limit is not None:
         cost = made.rmse / limit.rmse - 1
         show.console.print(f"The memory limit costs {cost:.1%}: {limit.bands} bands would be best.")
-    if made.memory is None and made.bands > 1:
+    if made.memory is None and made.bands > 1 and not made.in_bins:
         show.console.print(
             f"The noise needs {made.bands - 1} times the memory of the model's gradients; give --parameters and "
             "--memory for a plan that fits."
         )
     if made.epsilon == math.inf:
         show.console.print("There is not enough noise for any guarantee; see also --explain.")
+    elif made.certificate is not None:
+        show.console.print(
+            f"Certified by {made.certificate.samples:,} samples: epsilon = {made.spent():.6g}; see also --explain."
+        )
     else:
         show.console.print("The accountant confirms epsilon =", f"{made.spent():.6g}; see also --explain.")
 

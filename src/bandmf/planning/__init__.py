@@ -1,6 +1,6 @@
 """Plans: from (epsilon, delta, data, steps) to the mechanism of least error."""
 
-from bandmf.planning.candidates import Candidate
+from bandmf.planning.candidate import Candidate
 from bandmf.planning.plan import Plan
 from bandmf.planning.planner import plan
 

@@ -1,4 +1,4 @@
-"""Candidates: each number of bands with its noise multiplier and error, and the search for the best of them.
+"""Candidates for cyclic Poisson sampling: each number of bands with its noise and error, and the search for the best.
 
 For b bands the noise multiplier is that of ceil(n / b) Poisson-sampled rounds with probability b B / N, and
 the error that of the best column-normalized banded Toeplitz strategy. Few bands mean strong amplification,
@@ -10,12 +10,11 @@ as well.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-from bandmf import _check
 from bandmf.error import rmse
 from bandmf.optimize import banded_toeplitz, stretch
+from bandmf.planning.candidate import Candidate, Progress, mechanism_of
 from bandmf.planning.request import Request
 from bandmf.strategies import BandedToeplitz, Strategy
 
@@ -24,32 +23,6 @@ _NORMALIZED_BANDS = 1024  # beyond, normalizing takes matrices of bands x bands 
 _LAST_COMPARED = 1 << 20  # bands; more are only evaluated where the search leads there
 _QUICKLY_EVALUATED = 256  # bands; among so few the search looks closer
 _NEAR_ENOUGH = 0.1  # of the best bands, relatively: the error changes by a few ten-thousandths
-
-
-class Candidate(NamedTuple):
-    """One number of bands: its noise multiplier and error, and the memory of its noise on each device."""
-
-    bands: int
-    noise_multiplier: float
-    rmse: float
-    memory: float | None
-
-
-def checked_candidate(given: Candidate) -> Candidate:
-    """The candidate, if its entries are what their names say."""
-    try:
-        bands, noise_multiplier, error, memory = given
-    except (TypeError, ValueError):
-        raise _check.fail("candidates", given, "must be (bands, noise_multiplier, rmse, memory)") from None
-    return Candidate(
-        _check.whole("candidate.bands", bands),
-        _check.real("candidate.noise_multiplier", noise_multiplier, 0, open_low=True),
-        _check.real("candidate.rmse", error, 0),
-        None if memory is None else _check.real("candidate.memory", memory, 0),
-    )
-
-
-Progress = Callable[[Candidate], None]
 
 
 def normalization(bands: int) -> str | bool:
@@ -87,8 +60,16 @@ class Candidates:
 
     def _note(self, strategy: Strategy, error: float) -> Candidate:
         sigma = self.request.sigma(strategy.bands)
-        memory = self.request.noise_memory(strategy) if self._fits(strategy.bands) else None
-        candidate = Candidate(strategy.bands, sigma, sigma * error, memory)
+        fits = self._fits(strategy.bands)
+        candidate = Candidate(
+            bands=strategy.bands,
+            noise_multiplier=sigma,
+            rmse=sigma * error,
+            memory=self.request.noise_memory(strategy) if fits else None,
+            sampling=str(self.request.sampling),
+            mechanism=mechanism_of(strategy),
+            vectors=self.request.vectors_of(strategy) if fits else None,
+        )
         self._evaluated[candidate.bands] = candidate
         if self._progress is not None:
             self._progress(candidate)

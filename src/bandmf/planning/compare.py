@@ -65,7 +65,14 @@ def _mechanisms(
 ) -> Iterator[tuple[str, bool, float, float, int]]:
     """(name, amplified, noise multiplier, error, bands) of each mechanism."""
     examples = math.ceil(steps * _BATCH / epochs)
-    best = plan(epsilon=epsilon, delta=delta, examples=examples, batch_size=_BATCH, steps=steps)
+    best = plan(
+        epsilon=epsilon,
+        delta=delta,
+        examples=examples,
+        batch_size=_BATCH,
+        steps=steps,
+        sampling="cyclic-poisson",
+    )
     yield "BandMF", True, best.noise_multiplier, best.error, best.bands
     for candidate in best.candidates:
         if candidate.bands == 1:

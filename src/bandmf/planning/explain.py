@@ -45,6 +45,8 @@ def _sampling(plan: Plan) -> str:
         )
     assert plan.examples is not None
     assert plan.epochs is not None
+    if plan.cycle is not None:
+        return _bins(plan, plan.cycle)
     if plan.bands == 1:
         turns = f"At every step each of the {plan.examples} examples"
     else:
@@ -63,6 +65,19 @@ def _sampling(plan: Plan) -> str:
     )
 
 
+def _bins(plan: Plan, cycle: int) -> str:
+    certificate = plan.certificate
+    assert certificate is not None
+    return (
+        f"Sampling. Each of the {plan.examples} examples draws one of {cycle} places, independently and by the secret "
+        f"key, and takes part in every step of that place, once in {cycle} steps: {plan.batch_size:.6g} examples on "
+        f"average, {plan.epochs:.4g} participations (balls-in-bins). Places and the real sizes of batches must stay "
+        "secret; shuffles, or batches of equal size, void the guarantee. What this sampling is worth was certified by "
+        f"{certificate.samples:,} samples that do not depend on data; that they deceive has a probability of "
+        f"{certificate.failure:.2g}, which is part of delta. `plan.verify()` computes it again."
+    )
+
+
 def _unused(plan: Plan) -> str:
     """What the fixed order of an unamplified plan leaves out."""
     if plan.participation is None or plan.examples is None:
@@ -75,17 +90,29 @@ def _noise(plan: Plan) -> str:
     correlation = "independent from step to step (DP-SGD)"
     if plan.strategy.bands > 1:
         correlation = f"correlated over {plan.strategy.bands} steps, so that it cancels later"
-    memory = "" if plan.memory is None else f" It takes {plan.memory / 1e9:.3g} GB on each device."
-    if plan.memory is None and plan.strategy.bands > 1:
-        memory = (
+    return (
+        f"Noise. Clip every example's gradient to clip_norm and sum. Add noise with scale clip_norm * "
+        f"{plan.noise_scale:.6g}{_multiplier(plan)}, {correlation}. Then divide "
+        f"by {plan.batch_size:.10g}, never by the number of examples really in the batch.{_memory(plan)}"
+    )
+
+
+def _multiplier(plan: Plan) -> str:
+    return "" if plan.in_bins else f" (noise multiplier {plan.noise_multiplier:.6g})"
+
+
+def _memory(plan: Plan) -> str:
+    if plan.memory is not None:
+        return f" It takes {plan.memory / 1e9:.3g} GB on each device."
+    if plan.in_bins:
+        kept = f"keeps {plan.vectors} vectors of the model's size" if plan.vectors else "keeps no history"
+        return f" It {kept} ({plan.mechanism})."
+    if plan.strategy.bands > 1:
+        return (
             f" Its history takes {plan.strategy.bands - 1} times the memory of the model's gradients; give "
             "parameters= and memory= for a plan that fits."
         )
-    return (
-        f"Noise. Clip every example's gradient to clip_norm and sum. Add noise with scale clip_norm * "
-        f"{plan.noise_scale:.6g} (noise multiplier {plan.noise_multiplier:.6g}), {correlation}. Then divide "
-        f"by {plan.batch_size:g}, never by the number of examples really in the batch.{memory}"
-    )
+    return ""
 
 
 def _error(plan: Plan) -> str:
@@ -106,6 +133,8 @@ def _error(plan: Plan) -> str:
             f"The memory limit costs {plan.rmse / limit.rmse - 1:.1%}: without it, {limit.bands} bands "
             "are best."
         )
+    if plan.choice:
+        lines.append(f"Chosen: {plan.choice}.")
     if plan.amplified and plan.rule_of_thumb is not None:
         lines.append(
             f"Rule of thumb for the best bands: {plan.rule_of_thumb:.3g}. With an adaptive optimizer (Adam) "

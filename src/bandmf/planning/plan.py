@@ -9,12 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from bandmf import _check, accounting
-from bandmf.accounting.events import MAX_EPSILON, Event, one_release, sampling_probability
-from bandmf.error import rmse
-from bandmf.noise.schedule import vectors_held
+from bandmf._types import FloatArray
+from bandmf.accounting.bins import Certificate, NotCertifiedError, gram_matrix, verify_once
+from bandmf.accounting.events import (
+    MAX_EPSILON,
+    Event,
+    cyclic_poisson,
+    one_release,
+    sampling_probability,
+)
+from bandmf.error import mean_squared_error, rmse
 from bandmf.participation import Participation
 from bandmf.planning import plan_file
-from bandmf.planning.candidates import Candidate, checked_candidate
+from bandmf.planning.candidate import Candidate, checked_candidate, mechanism_of
 from bandmf.planning.explain import explain
 from bandmf.planning.setup import Setup
 from bandmf.sampling import cycle_length
@@ -30,7 +37,10 @@ class Plan(Setup):
     Guarantees: with the sampling named here, clipping to `clip_norm`, and noise C^-1 z with standard
     deviation clip_norm * noise_scale for z, the whole run of `steps` steps is (epsilon, delta)-DP under
     `adjacency`. What follows from other fields is derived, never stored; a plan whose noise does not meet its
-    epsilon, by the accountant, cannot be constructed, replaced or loaded.
+    epsilon, by the accountant or by a certificate that is verified, cannot be constructed, replaced or loaded.
+
+    A plan with balls-in-bins sampling has a `cycle` and a `certificate`; its `noise_multiplier` is the deviation of
+    z itself, and it has no sampling probability and no rounds.
     """
 
     strategy: Strategy
@@ -38,6 +48,8 @@ class Plan(Setup):
     epsilon: float  # infinite for noise that guarantees nothing
     candidates: tuple[Candidate, ...] = ()
     best_without_memory_limit: Candidate | None = None
+    certificate: Certificate | None = None  # for balls-in-bins
+    choice: str = ""  # why this one, in a sentence
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,13 +67,35 @@ class Plan(Setup):
         limit = self.best_without_memory_limit
         self._keep("candidates", tuple(checked_candidate(candidate) for candidate in self.candidates))
         self._keep("best_without_memory_limit", None if limit is None else checked_candidate(limit))
-        vectors_held(
-            self.strategy, self.device, self.max_vectors
-        )  # refuses what the memory limit does not hold
+        self._keep("choice", str(self.choice))
+        self.vectors_of(self.strategy)  # refuses what the memory limit does not hold
+        self._check_certificate()
         self.confirm()
 
+    def _check_certificate(self) -> None:
+        """Present where it is needed, and of this budget, cycle and noise; whether it is true, `confirm` asks."""
+        found = self.certificate
+        if self.in_bins != isinstance(found, Certificate):
+            needed = "balls-in-bins needs a certificate" if self.in_bins else "is for balls-in-bins only"
+            raise _check.fail("certificate", found, needed, "make a new plan with bandmf.plan")
+        if found is None:
+            return
+        enough = found.epsilon <= self.epsilon and found.delta <= self.delta
+        if not enough or found.cycle != self.cycle or found.sigma > self.noise_multiplier:
+            raise NotCertifiedError(
+                f"certificate: is for epsilon={found.epsilon:g}, delta={found.delta:g}, cycle={found.cycle} and noise "
+                f"of {found.sigma:.6g} or more, not for epsilon={self.epsilon:g}, delta={self.delta:g}, "
+                f"cycle={self.cycle} and {self.noise_multiplier:.6g}; make a new plan with bandmf.plan"
+            )
+
     def confirm(self) -> None:
-        """Run the accountant: fail unless the noise meets (epsilon, delta)."""
+        """Fail unless the noise meets (epsilon, delta): by the accountant, or by the certificate.
+
+        A certificate is computed again, unless this machine has done that before: `verify` does it in any case.
+        """
+        if self.certificate is not None:
+            verify_once(self.certificate, self._gram)
+            return
         if self.epsilon == math.inf:  # no promise, and so nothing to confirm
             return
         if not (found := self.spent()) <= self.epsilon * (1 + 1e-9):
@@ -73,6 +107,22 @@ class Plan(Setup):
                 "make a new plan with bandmf.plan",
             )
 
+    def verify(self, seed: int | None = None) -> Certificate | None:
+        """Compute everything again that the guarantee rests on; an error where it does not hold.
+
+        For balls-in-bins all samples of the certificate are drawn again: with its own seed, which must give its
+        numbers, or with a `seed` of yours, for evidence that nobody chose. Returns that certificate.
+        """
+        if self.certificate is None:
+            self.confirm()
+            return None
+        return self.certificate.verify(self._gram, seed)
+
+    @property
+    def _gram(self) -> FloatArray:
+        assert self.cycle is not None
+        return gram_matrix(self.strategy, self.cycle)
+
     @property
     def bands(self) -> int:
         """Non-zero diagonals of the strategy: after so many steps noise is independent again."""
@@ -81,19 +131,28 @@ class Plan(Setup):
     @cached_property
     def error(self) -> float:
         """Sensitivity times root mean squared error of the strategy, without the noise multiplier."""
+        if self.in_bins:
+            return math.sqrt(mean_squared_error(self.strategy, workload=self.workload))
         return rmse(self.strategy, workload=self.workload, participation=self.participation)
 
     @property
-    def sampling_probability(self) -> float:
-        """Probability that an example of the current part enters the batch: bands * batch_size / examples."""
+    def sampling_probability(self) -> float | None:
+        """Probability that an example of the current part enters the batch: bands * batch_size / examples.
+
+        None for balls-in-bins, where it is not drawn again at every step.
+        """
+        if self.in_bins:
+            return None
         if not self.amplified:
             return 1.0
         assert self.examples is not None
         return sampling_probability(self.bands, self.batch_size, self.examples)
 
     @property
-    def rounds(self) -> int:
-        """How often the part of any one example has its turn: ceil(steps / bands)."""
+    def rounds(self) -> int | None:
+        """How often the part of any one example has its turn: ceil(steps / bands); None for balls-in-bins."""
+        if self.in_bins:
+            return None
         return -(-self.steps // self.bands) if self.amplified else 1
 
     @property
@@ -114,8 +173,11 @@ class Plan(Setup):
 
     @cached_property
     def sensitivity(self) -> float:
-        """Per unit clip norm: of one round when amplified, else of the whole run under `participation`."""
-        return sensitivity(self.strategy, self.participation)
+        """Per unit clip norm: of one round when amplified, else of the whole run under `participation`.
+
+        For balls-in-bins it is part of the certified noise, and 1 here.
+        """
+        return 1.0 if self.in_bins else sensitivity(self.strategy, self.participation)
 
     @property
     def noise_scale(self) -> float:
@@ -142,7 +204,11 @@ class Plan(Setup):
         """DP-SGD's error."""
         if not self.amplified or self.epsilon == math.inf:
             return None
-        sigma = max(accounting.calibrated(event, self.epsilon, self.delta) for event in self.events_for(1))
+        assert self.examples is not None
+        events = cyclic_poisson(
+            self.steps, 1, self.batch_size, self.examples, self.adjacency, self.max_batch_size
+        )
+        sigma = max(accounting.calibrated(event, self.epsilon, self.delta) for event in events)
         return sigma * rmse(Identity(self.steps), workload=self.workload)
 
     @property
@@ -157,6 +223,16 @@ class Plan(Setup):
         error = rmse(Identity(self.steps), workload=self.workload)
         return math.sqrt(self.steps) * sigma * error / self.examples / self.mean_rmse
 
+    @property
+    def mechanism(self) -> str:
+        """The family of the strategy: "banded", "banded-inverse", "blt", or its class."""
+        return mechanism_of(self.strategy)
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of the model's size that the noise keeps."""
+        return self.vectors_of(self.strategy)
+
     @cached_property
     def memory(self) -> float | None:
         """Bytes of noise that the engine will hold on each device: history and look-ahead, in float32."""
@@ -164,8 +240,12 @@ class Plan(Setup):
 
     @property
     def rule_of_thumb(self) -> float | None:
-        """The paper's quick guess at the best bands: epsilon sqrt(steps) / epochs."""
-        return None if self.epochs is None else self.epsilon * math.sqrt(self.steps) / self.epochs
+        """The paper's quick guess at the best bands of cyclic Poisson sampling: epsilon sqrt(steps) / epochs."""
+        return (
+            None
+            if self.epochs is None or self.in_bins
+            else self.epsilon * math.sqrt(self.steps) / self.epochs
+        )
 
     @cached_property
     def digest(self) -> str:
@@ -183,15 +263,21 @@ class Plan(Setup):
         return hash(self.digest)
 
     def spent(self) -> float:
-        """The epsilon of the whole run, by the accountant."""
+        """The epsilon of the whole run, by the accountant or as certified."""
+        if self.certificate is not None:
+            return self.certificate.epsilon
         return max(accounting.spent(event, self.noise_multiplier, self.delta) for event in self.events)
 
     def spent_after(self, steps: int) -> float:
-        """The epsilon of the first `steps` steps; without amplification one release covers them all."""
+        """The epsilon of the first `steps` steps.
+
+        Without amplification one release covers them all; with balls-in-bins only the whole run is certified, and a
+        part of it spends no more.
+        """
         steps = _check.whole("steps", steps, 0, self.steps, f"the plan's steps={self.steps}")
         if steps == 0:
             return 0.0
-        if not self.amplified:
+        if not self.amplified or self.in_bins:
             return self.spent()
         so_far = [event.after(-(-steps // self.bands)) for event in self.events]
         return max(accounting.spent(event, self.noise_multiplier, self.delta) for event in so_far)
@@ -202,8 +288,8 @@ class Plan(Setup):
             raise ValueError("participation=None: say how users took part, for instance MinSeparation(4, 50)")
         if self.amplified:
             raise ValueError(
-                "participation: this plan relies on cyclic Poisson sampling; make one with participation= "
-                "to account for other patterns"
+                f"participation: this plan relies on {self.sampling} sampling; make one with participation= to "
+                "account for other patterns"
             )
         realized = self.noise_scale / sensitivity(self.strategy, participation)
         return accounting.spent(one_release(self.adjacency), realized, self.delta)
@@ -227,9 +313,9 @@ class Plan(Setup):
     def summary(self) -> dict[str, Any]:
         """The numbers that people look for, by name."""
         names = (
-            "steps batch_size examples epochs epsilon delta adjacency bands noise_multiplier noise_scale "
-            "sampling_probability rounds rmse mean_rmse dp_sgd_ratio full_batch_ratio memory rule_of_thumb "
-            "digest"
+            "steps batch_size examples epochs epsilon delta adjacency sampling mechanism bands noise_multiplier "
+            "noise_scale cycle sampling_probability rounds vectors rmse mean_rmse "
+            "dp_sgd_ratio full_batch_ratio memory rule_of_thumb digest"
         )
         return {name: getattr(self, name) for name in names.split()} | {"workload": self.workload.name}
 

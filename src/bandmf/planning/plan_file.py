@@ -12,7 +12,8 @@ import numpy as np
 
 from bandmf import participation, strategies
 from bandmf._files import write_whole
-from bandmf.planning.candidates import Candidate
+from bandmf.accounting.bins import Certificate
+from bandmf.planning.candidate import Candidate
 from bandmf.strategies import Strategy
 from bandmf.strategies.files import from_arrays, to_arrays
 from bandmf.workloads import Workload, from_recipe
@@ -20,11 +21,11 @@ from bandmf.workloads import Workload, from_recipe
 if TYPE_CHECKING:
     from bandmf.planning.plan import Plan
 
-SCHEMA = 2
+SCHEMA = 3
 _INLINE = 4096  # numbers of a strategy that still go into the JSON itself
 _PLAIN = (
     *("batch_size", "examples", "epsilon", "delta", "adjacency", "noise_multiplier", "max_batch_size"),
-    *("parameters", "memory_limit", "devices", "device"),
+    *("parameters", "memory_limit", "devices", "device", "sampling", "choice"),
 )
 
 _DAMAGE = (
@@ -37,7 +38,10 @@ _DAMAGE = (
     RecursionError,
     MemoryError,
 )
-_PARTS = ("schema", "participation", "workload", "candidates", "best_without_memory_limit", "strategy")
+_PARTS = (
+    *("schema", "participation", "workload", "candidates", "best_without_memory_limit", "strategy"),
+    "certificate",
+)
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
@@ -51,6 +55,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "candidates": [list(candidate) for candidate in plan.candidates],
         "best_without_memory_limit": best and list(best),
         "strategy": _strategy_to_dict(plan.strategy),
+        "certificate": plan.certificate and plan.certificate.to_dict(),
     }
 
 
@@ -89,6 +94,7 @@ def load(path: Path, workload: Workload | None, make: type[Plan]) -> Plan:
             participation=_participation_from(contents["participation"]),
             candidates=tuple(Candidate(*values) for values in contents["candidates"]),
             best_without_memory_limit=best and Candidate(*best),
+            certificate=contents["certificate"] and Certificate.from_dict(contents["certificate"]),
             **{name: contents[name] for name in _PLAIN},
         )
     except _DAMAGE as error:

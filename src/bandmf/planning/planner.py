@@ -5,14 +5,20 @@ A checked request (request.py), a choice among candidates (candidates.py), and o
 
 from __future__ import annotations
 
-from bandmf import accounting
+from bandmf import _check, accounting
+from bandmf.accounting.bins import Certificate, NotCertifiedError
 from bandmf.optimize import banded_toeplitz
 from bandmf.participation import Participation
-from bandmf.planning.candidates import Candidate, Candidates, Progress, normalization
+from bandmf.planning import bins
+from bandmf.planning.candidate import Candidate, Progress
+from bandmf.planning.candidates import Candidates, normalization
 from bandmf.planning.plan import Plan
-from bandmf.planning.request import Request, checked_request
+from bandmf.planning.request import Request, checked_request, require_two_bands
+from bandmf.planning.setup import no_bins, whole_cycle
 from bandmf.strategies import Strategy
 from bandmf.workloads import Workload
+
+_MOST_BINS = 2048  # steps an epoch for which bins are considered unasked: estimates take half a minute there
 
 
 def plan(
@@ -34,6 +40,10 @@ def plan(
     adjacency: str = "add-remove",
     strategy: Strategy | None = None,
     noise_multiplier: float | None = None,
+    sampling: str = "auto",
+    mechanism: str = "auto",
+    inverse_bands: int | None = None,
+    certify_seconds: float = 30.0,
     progress: Progress | None = None,
 ) -> Plan:
     """The plan of least error that meets (epsilon, delta).
@@ -43,10 +53,27 @@ def plan(
     or `strategy` fixes the choice; `participation` makes an unamplified plan, for federated training;
     `noise_multiplier` instead of `epsilon` (then with `bands`) says what it costs.
 
+    `sampling` is "cyclic-poisson" (the paper's), "balls-in-bins" (each example once an epoch, at a secret place of its
+    own), or "auto": balls-in-bins where that is certified, within about `certify_seconds`, to have less error, else
+    cyclic Poisson; `plan.choice` says why. `bands`, `strategy` and `noise_multiplier` are for cyclic Poisson, unless
+    `sampling` says otherwise. `mechanism` is "banded", for balls-in-bins also "blt" (4 vectors of noise) or
+    "banded-inverse" with `inverse_bands` (none, at as many draws), or "auto": of those with nearly the least error
+    the one whose noise takes the least time.
+
     >>> p = plan(epsilon=8, delta=1e-6, examples=50_000, batch_size=500, steps=400)
-    >>> p.bands > 1, p.rmse < p.candidates[0].rmse  # candidates[0] is DP-SGD
-    (True, True)
+    >>> p.sampling, p.cycle, p.rmse < p.candidates[0].rmse  # candidates[0] is DP-SGD
+    ('balls-in-bins', 100, True)
+    >>> plan(epsilon=8, delta=1e-6, examples=50_000, batch_size=500, steps=400, sampling="cyclic-poisson").bands
+    54
     """
+    _check.choice("sampling", sampling, ("auto", "cyclic-poisson", "balls-in-bins", "b-min-sep"))
+    if sampling == "b-min-sep":
+        raise _check.fail(
+            "sampling",
+            sampling,
+            "cannot be certified at a bearable cost, and estimates never train",
+            "use 'balls-in-bins', which has less error",
+        )
     request = checked_request(
         epsilon=epsilon,
         noise_multiplier=noise_multiplier,
@@ -65,31 +92,151 @@ def plan(
         memory=memory,
         devices=devices,
         device=device,
+        mechanism=mechanism,
+        inverse_bands=inverse_bands,
     )
-    candidates = Candidates(request, progress)
-    if request.strategy is not None:
-        return _build(request, candidates, candidates.evaluate_strategy(request.strategy), request.strategy)
     if request.participation is not None:
-        return _unamplified(request, candidates, request.participation)
+        if sampling != "auto":
+            raise _check.fail("sampling", sampling, "has no meaning for plans with participation=")
+        return _unamplified(request, progress)
+    if _only_cyclic(request, sampling):
+        return _cyclic(request, progress)
+    seconds = _check.real("certify_seconds", certify_seconds, 0, open_low=True)
+    if sampling == "balls-in-bins" or request.mechanism in ("banded-inverse", "blt"):
+        return _binned(request, seconds, progress)
+    return _better(request, seconds, progress)
+
+
+def _only_cyclic(request: Request, sampling: str) -> bool:
+    """Whether cyclic Poisson sampling was asked for, by name or by fixing what only it has."""
+    if sampling == "cyclic-poisson":
+        if request.mechanism in ("banded-inverse", "blt"):
+            raise _check.fail(
+                "mechanism",
+                request.mechanism,
+                "has no amplification by cyclic Poisson sampling: its noise is correlated over all steps",
+                "use sampling='balls-in-bins'",
+            )
+        return True
+    fixed = (request.bands, request.strategy, request.noise_multiplier)
+    return sampling == "auto" and any(each is not None for each in fixed)
+
+
+def _cyclic(request: Request, progress: Progress | None, choice: str = "") -> Plan:
+    """The best plan with cyclic Poisson sampling: the paper's."""
+    candidates = Candidates(request, progress)
+    chosen, strategy, without_limit = _best_cyclic(request, candidates)
+    return _build(request, candidates.all(), chosen, strategy, without_limit, choice=choice)
+
+
+def _best_cyclic(
+    request: Request, candidates: Candidates, alone: bool = True
+) -> tuple[Candidate, Strategy, Candidate | None]:
+    """What was fixed, or the best number of bands; and the one that would be best with more memory.
+
+    Memory for DP-SGD only is an error, unless there is something else to choose from.
+    """
+    if request.strategy is not None:
+        return candidates.evaluate_strategy(request.strategy), request.strategy, None
     if request.bands is not None:
         if request.epsilon is not None:
             candidates.evaluate(1)  # DP-SGD, for comparison
-        best = candidates.evaluate(request.bands)
-        return _build(request, candidates, *candidates.polish(best))
+        return *candidates.polish(candidates.evaluate(request.bands)), None
+    if alone:
+        require_two_bands(request)
     best, without_limit = candidates.best(), None
     if best.bands > request.bands_in_memory:
         best, without_limit = candidates.best_in_memory(), best
-    return _build(request, candidates, *candidates.polish(best), without_limit)
+    return *candidates.polish(best), without_limit
 
 
-def _unamplified(request: Request, candidates: Candidates, participation: Participation) -> Plan:
+def _binned(request: Request, seconds: float, progress: Progress | None) -> Plan:
+    """The best plan with balls-in-bins; an error where there is no certificate."""
+    request = bins.in_bins(request)
+    bins.check_mechanism(request)
+    found = bins.search(request, progress)
+    chosen, certificate = bins.certified(request, bins.cheapest(found), seconds, progress)
+    return _build(request, _with(found, chosen), chosen.candidate, chosen.strategy, certificate=certificate)
+
+
+def _better(request: Request, seconds: float, progress: Progress | None) -> Plan:
+    """Balls-in-bins where it is certified to have less error, else cyclic Poisson sampling; with the reason."""
+    if obstacle := _obstacle(request):
+        return _cyclic(request, progress, f"cyclic Poisson sampling, since balls-in-bins {obstacle}")
+    binned = bins.in_bins(request)
+    found = bins.search(binned, progress)
+    guess = bins.cheapest(found)
+    candidates = Candidates(request, progress)
+    cyclic, strategy, without_limit = _best_cyclic(request, candidates, alone=False)
+
+    def less(candidate: Candidate) -> float:
+        """By how much its error of mean gradients is below that of cyclic Poisson sampling."""
+        return 1 - candidate.rmse / binned.batch_size / (cyclic.rmse / request.batch_size)
+
+    refused = f"balls-in-bins would have about {1 - less(guess.candidate):.3f} times its error"
+    if less(guess.candidate) > 0:
+        try:
+            chosen, certificate = bins.certified(binned, guess, seconds, progress)
+        except NotCertifiedError:
+            refused = f"balls-in-bins could not be certified within certify_seconds={seconds:g}"
+        else:
+            if less(chosen.candidate) > 0:
+                choice = _in_favor(chosen.candidate, cyclic, less(chosen.candidate))
+                shown = candidates.all() + _with(found, chosen)
+                return _build(
+                    binned, shown, chosen.candidate, chosen.strategy, certificate=certificate, choice=choice
+                )
+            refused = f"balls-in-bins has {1 - less(chosen.candidate):.3f} times its error when certified"
+    shown = candidates.all() + tuple(each.candidate for each in found)
+    choice = f"cyclic Poisson sampling, since {refused}"
+    return _build(request, shown, cyclic, strategy, without_limit, choice=choice)
+
+
+def _obstacle(request: Request) -> str:
+    """Why balls-in-bins is not considered, in words; empty where it is."""
+    obstacle = no_bins(
+        request.steps, request.examples, request.batch_size, request.adjacency, request.max_batch_size
+    )
+    if obstacle:
+        return obstacle
+    if request.workload.coefficients is None:
+        return f"has no strategies for the workload {request.workload.name!r}"
+    assert request.examples is not None
+    cycle = whole_cycle(request.examples, request.batch_size)
+    if cycle > _MOST_BINS:
+        return f"takes long to account for {cycle} steps an epoch: ask for it by sampling='balls-in-bins'"
+    return ""
+
+
+def _with(found: list[bins.Found], chosen: bins.Found) -> tuple[Candidate, ...]:
+    """All candidates for bins, the chosen one as certified."""
+    others = (each.candidate for each in found if each.strategy is not chosen.strategy)
+    return (*others, chosen.candidate)
+
+
+def _in_favor(chosen: Candidate, cyclic: Candidate, less: float) -> str:
+    return (
+        f"balls-in-bins, certified: {less:.0%} less error than the best plan with cyclic Poisson sampling, with "
+        f"{chosen.vectors} vectors of noise instead of {cyclic.vectors}"
+    )
+
+
+def _unamplified(request: Request, progress: Progress | None) -> Plan:
     """As many bands as an example stays away, unless fixed: then no two of its participations interact."""
+    candidates, participation = Candidates(request, progress), request.participation
+    assert participation is not None
+    if request.strategy is not None:
+        chosen = candidates.evaluate_strategy(request.strategy)
+        return _build(request, candidates.all(), chosen, request.strategy)
+    if request.bands is None:
+        require_two_bands(request)
     wanted = participation.spacing(request.steps).separation if request.bands is None else request.bands
     without_limit = None
     if wanted > request.bands_in_memory:
         without_limit = candidates.evaluate_strategy(_toeplitz(request, wanted))
     strategy = _toeplitz(request, min(wanted, request.bands_in_memory))
-    return _build(request, candidates, candidates.evaluate_strategy(strategy), strategy, without_limit)
+    chosen = candidates.evaluate_strategy(strategy)
+    return _build(request, candidates.all(), chosen, strategy, without_limit)
 
 
 def _toeplitz(request: Request, bands: int) -> Strategy:
@@ -99,10 +246,13 @@ def _toeplitz(request: Request, bands: int) -> Strategy:
 
 def _build(
     request: Request,
-    candidates: Candidates,
+    candidates: tuple[Candidate, ...],
     chosen: Candidate,
     strategy: Strategy,
     without_limit: Candidate | None = None,
+    *,
+    certificate: Certificate | None = None,
+    choice: str = "",
 ) -> Plan:
     """The plan for the candidate that was chosen: the one place where plans are made."""
     sigma, epsilon = chosen.noise_multiplier, request.epsilon
@@ -120,11 +270,14 @@ def _build(
         adjacency=request.adjacency,
         workload=request.workload,
         participation=request.participation,
+        sampling=request.sampling,
         max_batch_size=request.max_batch_size,
         parameters=request.parameters,
         memory_limit=request.memory_limit,
         devices=request.devices,
         device=request.device,
-        candidates=candidates.all(),
+        candidates=candidates,
         best_without_memory_limit=without_limit,
+        certificate=certificate,
+        choice=choice,
     )

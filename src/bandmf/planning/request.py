@@ -6,21 +6,25 @@ import re
 from dataclasses import dataclass
 
 from bandmf import _check, accounting
-from bandmf.noise.schedule import BYTES_PER_NUMBER, vectors_held
+from bandmf.noise.schedule import BYTES_PER_NUMBER
 from bandmf.participation import Participation
 from bandmf.planning.setup import MAX_STEPS, Setup, checked_batch_size
 from bandmf.strategies import Strategy
 from bandmf.workloads import Workload, workload_for
 
+MECHANISMS = ("auto", "banded", "banded-inverse", "blt")
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Request(Setup):
-    """The setup, and what is wanted: epsilon or a noise multiplier, and perhaps bands or a strategy."""
+    """The setup, and what is wanted: epsilon or a noise multiplier, and perhaps a mechanism, bands or a strategy."""
 
     epsilon: float | None
     noise_multiplier: float | None
     bands: int | None
     strategy: Strategy | None
+    mechanism: str = "auto"
+    inverse_bands: int | None = None
 
     def __post_init__(self) -> None:
         if (self.epsilon is None) == (self.noise_multiplier is None):
@@ -65,6 +69,8 @@ def checked_request(
     memory: float | str | None,
     devices: int,
     device: str | None,
+    mechanism: str,
+    inverse_bands: int | None,
 ) -> Request:
     """The request, if it makes sense; one sentence says what does not."""
     steps = training_steps(steps, epochs, batch_size, examples)
@@ -84,11 +90,18 @@ def checked_request(
         memory_limit=None if memory is None else parse_bytes(memory),
         devices=devices,
         device=device,
+        mechanism=mechanism,
+        inverse_bands=inverse_bands,
     )
 
 
 def _check_choice(request: Request) -> None:
     """Bands or a strategy that the user fixed must fit the rest, and the memory."""
+    _check.choice("mechanism", request.mechanism, MECHANISMS)
+    if request.inverse_bands is not None:
+        _check.whole("inverse_bands", request.inverse_bands, 1, request.steps, f"steps={request.steps}")
+        if request.mechanism not in ("auto", "banded-inverse"):
+            raise _check.fail("inverse_bands", request.inverse_bands, "is for mechanism='banded-inverse'")
     if request.strategy is not None:
         if request.bands is not None:
             raise ValueError("bands, strategy: give at most one of the two")
@@ -99,7 +112,7 @@ def _check_choice(request: Request) -> None:
         if request.strategy.steps != request.steps:
             raise _check.fail("strategy", request.strategy, f"must have steps={request.steps}")
         bands, name = request.strategy.bands, "strategy.bands"
-        vectors_held(request.strategy, request.device, request.max_vectors)  # refuses what does not fit
+        request.vectors_of(request.strategy)  # refuses what does not fit
     elif request.bands is not None:
         bands, name = request.bands, "bands"
         if _check.whole(name, bands) > request.bands_in_memory:
@@ -113,12 +126,11 @@ def _check_choice(request: Request) -> None:
             "at fixed noise, more bands always reduce the error, so nothing is left to choose",
         )
     else:
-        _require_two_bands(request)
         return
     request.check_bands(name, bands)
 
 
-def _require_two_bands(request: Request) -> None:
+def require_two_bands(request: Request) -> None:
     """A choice of bands needs memory for more than one."""
     if request.max_vectors == 0:
         assert request.memory_limit is not None
@@ -129,7 +141,7 @@ def _require_two_bands(request: Request) -> None:
             request.memory_limit,
             f"holds {share:.2g} vectors of parameters={request.parameters} on devices={request.devices}; two "
             "bands need one",
-            "give more memory or devices, or plan DP-SGD with bands=1",
+            "give more memory or devices, plan DP-SGD with bands=1, or use mechanism='banded-inverse'",
         )
 
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from bandmf import _check
+from bandmf.accounting.bins.gram import MAX_CYCLE
 from bandmf.accounting.events import ADJACENCIES, Event, cyclic_poisson, one_release
 from bandmf.noise.schedule import BYTES_PER_NUMBER, DEVICES, vectors_held
 from bandmf.participation import Participation, checked_participation
@@ -14,6 +15,7 @@ from bandmf.strategies import Strategy
 from bandmf.workloads import Workload
 
 MAX_STEPS = 10**8
+SAMPLINGS = ("cyclic-poisson", "balls-in-bins", "none")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,7 +27,8 @@ class Setup:
     examples: int | None
     adjacency: str
     workload: Workload
-    participation: Participation | None = None  # None: cyclic Poisson sampling, with amplification
+    participation: Participation | None = None  # None: batches are sampled, which amplifies privacy
+    sampling: str | None = None  # one of SAMPLINGS; None: cyclic Poisson, or none with a participation
     max_batch_size: int | None = None
     parameters: int | None = None
     memory_limit: float | None = None  # bytes on each device
@@ -42,6 +45,8 @@ class Setup:
         self._keep("batch_size", checked_batch_size(self.batch_size, self.examples))
         _check.choice("adjacency", self.adjacency, ADJACENCIES)
         checked_participation(self.participation)
+        usual = "cyclic-poisson" if self.participation is None else "none"
+        self._keep("sampling", _check.choice("sampling", self.sampling or usual, SAMPLINGS))
         self._check_sampling()
         self._check_memory()
 
@@ -50,7 +55,13 @@ class Setup:
         object.__setattr__(self, name, value)
 
     def _check_sampling(self) -> None:
-        if self.participation is None:
+        if (self.sampling == "none") != (self.participation is not None):
+            raise _check.fail(
+                "sampling", self.sampling, "is 'none' for plans with participation=, and only for them"
+            )
+        if self.in_bins:
+            self._check_bins()
+        elif self.participation is None:
             if self.examples is None:
                 raise ValueError(
                     "examples=None: must be given; only plans with participation= can do without"
@@ -64,6 +75,20 @@ class Setup:
         if self.max_batch_size is not None:
             least = math.ceil(self.batch_size)
             self._keep("max_batch_size", _check.whole("max_batch_size", self.max_batch_size, least))
+
+    def _check_bins(self) -> None:
+        if obstacle := no_bins(
+            self.steps, self.examples, self.batch_size, self.adjacency, self.max_batch_size
+        ):
+            raise _check.fail("sampling", self.sampling, obstacle, "use sampling='cyclic-poisson'")
+        assert self.examples is not None
+        assert self.cycle is not None
+        if not math.isclose(self.batch_size, self.examples / self.cycle, rel_tol=1e-9):
+            raise _check.fail(
+                "batch_size",
+                self.batch_size,
+                f"must be examples / cycle = {self.examples / self.cycle:.10g}, the expected size of a bin",
+            )
 
     def _check_memory(self) -> None:
         self._keep("devices", _check.whole("devices", self.devices))
@@ -90,9 +115,21 @@ class Setup:
         return self.participation is None
 
     @property
+    def in_bins(self) -> bool:
+        """Whether every example has a place of its own in the cycle: balls-in-bins sampling."""
+        return self.sampling == "balls-in-bins"
+
+    @property
+    def cycle(self) -> int | None:
+        """After how many steps the bins come again; None for other sampling."""
+        if not self.in_bins or self.examples is None:
+            return None
+        return whole_cycle(self.examples, self.batch_size)
+
+    @property
     def most_bands(self) -> int:
         """More bands than this would ask for batches larger than a part of the data."""
-        if not self.amplified or self.examples is None:
+        if not self.amplified or self.in_bins or self.examples is None:
             return self.steps
         return max(1, min(self.steps, int(self.examples / self.batch_size)))
 
@@ -104,7 +141,12 @@ class Setup:
         _check.whole(name, bands, 1, self.most_bands, where)
 
     def events_for(self, bands: int) -> tuple[Event, ...]:
-        """What the accountant must know of a strategy with these bands; the worst one counts."""
+        """What the accountant must know of a strategy with these bands; the worst one counts.
+
+        Bins are no events: their privacy depends on the strategy itself, and a certificate speaks for it.
+        """
+        if self.in_bins:
+            return ()
         if not self.amplified:
             return (one_release(self.adjacency),)
         assert self.examples is not None
@@ -119,12 +161,47 @@ class Setup:
             return None
         return int(self.memory_limit * self.devices / (BYTES_PER_NUMBER * self.parameters))
 
+    @property
+    def kept_inputs(self) -> int | None:
+        """How many past z a banded C^-1 keeps: as many as fit into a memory limit (None), without one none."""
+        return 0 if self.memory_limit is None else None
+
+    def vectors_of(self, strategy: Strategy) -> int:
+        """Vectors of the model's size that the noise keeps: history and look-ahead."""
+        return vectors_held(strategy, self.device, self.max_vectors, self.kept_inputs)
+
     def noise_memory(self, strategy: Strategy) -> float | None:
-        """Bytes of noise on each device: history and look-ahead, in float32; None if parameters are not known."""
+        """Bytes of noise on each device, in float32; None if parameters are not known."""
         if self.parameters is None:
             return None
-        held = vectors_held(strategy, self.device, self.max_vectors)
-        return BYTES_PER_NUMBER * held * self.parameters / self.devices
+        return BYTES_PER_NUMBER * self.vectors_of(strategy) * self.parameters / self.devices
+
+
+def whole_cycle(examples: int, batch_size: float) -> int:
+    """Steps in which every example comes once: examples / batch_size, rounded up.
+
+    >>> whole_cycle(60_000, 256)
+    235
+    """
+    return math.ceil(examples / batch_size * (1 - 1e-9))
+
+
+def no_bins(
+    steps: int, examples: int | None, batch_size: float, adjacency: str, max_batch_size: int | None
+) -> str:
+    """Why bins cannot be used here, in words; empty where they can."""
+    if examples is None:
+        return "needs examples="
+    if adjacency == "replace":
+        return "protects against adding, removing or zeroing an example, not against adjacency='replace'"
+    if max_batch_size is not None:
+        return f"does not permit max_batch_size={max_batch_size}: its accounting holds for whole bins"
+    cycle = whole_cycle(examples, batch_size)
+    if cycle > steps:
+        return f"takes at least one whole epoch, {cycle} steps"
+    if cycle > MAX_CYCLE:
+        return f"can be accounted for up to {MAX_CYCLE} steps an epoch, not {cycle}"
+    return ""
 
 
 def checked_batch_size(batch_size: float, examples: int | None) -> float:

@@ -4,8 +4,7 @@ A sampler maps a step to the indices of its batch. It has no state: batch i is a
 plan and i, so a restart replays nothing, and every rank can compute it. It costs O(batch), not O(data).
 
 Guarantees: the events of a sampler are those of its plan, and the number of examples is the plan's; each kind of
-sampler states its own beside its class. (`BallsInBins` and
-`MinSeparationPoisson` do not know their events; no plan makes them yet.)
+sampler states its own beside its class. (No plan makes a `MinSeparationPoisson` yet: it does not know its events.)
 """
 
 from __future__ import annotations
@@ -57,6 +56,8 @@ def sampler(plan: SampledPlan, key: Key, examples: int | None = None) -> Sampler
             f"must be the plan's examples={plan_examples}",
             "make a plan for this data",
         )
+    if plan.cycle is not None:
+        return BallsInBins(key, examples=plan_examples, steps=plan.steps, cycle=plan.cycle)
     if plan.participation is None:
         return CyclicPoisson(plan, key)
     if plan.adjacency == "add-remove":

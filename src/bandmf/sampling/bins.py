@@ -1,10 +1,10 @@
 """Balls-in-bins sampling: every example draws one place in the cycle, and keeps it in every epoch.
 
-    batch of step i = the examples whose bin is i mod cycle,        cycle = ceil(steps / epochs)
+    batch of step i = the examples whose bin is i mod cycle
 
-So each example takes part once in every epoch, always at the same place; an epoch that the last step cuts off leaves
-some out. Sizes of batches are Binomial(examples, 1 / cycle), drawn once and repeated: divide by the expected size, as
-bins and real sizes must stay secret.
+So each example takes part once in every cycle, an epoch, always at the same place; an epoch that the last step cuts off
+leaves some out. Sizes of batches are Binomial(examples, 1 / cycle), drawn once and repeated: divide by the expected
+size, as bins and real sizes must stay secret.
 
 Guarantees:
 - the bin of example e is the e-th 64-bit word, modulo `cycle`, of a ChaCha20 stream with the key derived for "bins": a
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from bandmf import _check
+from bandmf.accounting.events import Event
 from bandmf.randomness.key import Key
 from bandmf.randomness.stream import Indices, Stream
 from bandmf.sampling.base import check_step, describe
@@ -29,26 +30,22 @@ _MOST_EXAMPLES = 2**32 * 8  # one 64-bit word each, of 2^32 blocks
 
 
 class BallsInBins:
-    """The batches of `epochs` passes over the data, each example at a random place of its own.
+    """The batches of passes over the data that take `cycle` steps each, every example at a random place of its own.
 
     It holds one 64-bit number per example, drawn in one pass and then sorted in place (1e8 examples: 0.8 GB, about ten
     seconds of one core); a batch then costs O(batch).
-    There is no property `events`: what these batches cost depends on the strategy too, so the plan supplies that.
+    There are no `events`: what these batches cost depends on the strategy too, and the plan's certificate says it.
 
-    >>> batches = BallsInBins(Key(bytes(32)), examples=10, steps=8, epochs=3)
-    >>> batches.cycle
-    3
+    >>> batches = BallsInBins(Key(bytes(32)), examples=10, steps=8, cycle=3)
     >>> [batches.batch(step).tolist() for step in range(4)]
     [[0, 2, 5], [1, 6, 8], [3, 4, 7, 9], [0, 2, 5]]
     """
 
-    def __init__(self, key: Key, *, examples: int, steps: int, epochs: int) -> None:
+    def __init__(self, key: Key, *, examples: int, steps: int, cycle: int) -> None:
         self.examples = _check.whole("examples", examples, 1, _MOST_EXAMPLES)
         self.steps = _check.whole("steps", steps)
-        epochs = _check.whole("epochs", epochs, 1, self.steps, f"steps={self.steps}")
-        self.cycle = -(-self.steps // epochs)
-        most = (2**63 - 1) // self.examples  # a bin and an index share 63 bits
-        _check.whole("cycle", self.cycle, 1, most, remedy="take more epochs or fewer steps")
+        most = min(self.steps, (2**63 - 1) // self.examples)  # a bin and an index share 63 bits
+        self.cycle = _check.whole("cycle", cycle, 1, most, f"{most} (steps={self.steps})")
         secret = key.derive("bins")
         self._placed = self._place(Stream(secret, 0))
         self._bounds = np.searchsorted(self._placed, np.arange(self.cycle + 1) * self.examples)
@@ -64,6 +61,11 @@ class BallsInBins:
             here += np.arange(begin, begin + len(here))
         placed.sort()
         return placed
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """None: a certificate speaks for the whole run."""
+        return ()
 
     @property
     def provenance(self) -> dict[str, Any]:

@@ -29,6 +29,7 @@ class CyclicPoisson:
 
     def __init__(self, plan: SampledPlan, key: Key) -> None:
         assert plan.examples is not None
+        assert plan.sampling_probability is not None
         self.examples, self.steps, self.parts = plan.examples, plan.steps, plan.bands
         self.probability = plan.sampling_probability
         self.max_batch_size, self.adjacency = plan.max_batch_size, plan.adjacency

@@ -18,7 +18,7 @@ from bandmf.accounting.bins import tuning
 from bandmf.accounting.bins.divergences import ESTIMATE, POSTERIOR, add_sums, remove_sums
 from bandmf.accounting.bins.gram import checked_gram
 from bandmf.accounting.bins.loss import privacy_loss
-from bandmf.accounting.bins.sampling import Sums, generator
+from bandmf.accounting.bins.sampling import Sums, generator, one_thread
 from bandmf.accounting.bins.tuning import Pilot
 from bandmf.accounting.events import MAX_EPSILON, MIN_EPSILON
 
@@ -69,6 +69,13 @@ def estimate(
     epsilon = _check.real("epsilon", epsilon, MIN_EPSILON, MAX_EPSILON)
     delta = _check.real("delta", delta, 1e-15, 1, open_high=True)
     samples = _check.whole("samples", samples, 64)
+    with one_thread(len(gram)):
+        return _estimate(gram, epsilon, delta, samples, seed, posterior)
+
+
+def _estimate(
+    gram: FloatArray, epsilon: float, delta: float, samples: int, seed: int, posterior: bool
+) -> Estimate:
     sigma, pilot = _tuned(gram, epsilon, delta, seed)
 
     def remove(sigma: float) -> Sums:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from bandmf._files import cache_folder, write_whole
+from bandmf import _cache
 from bandmf._types import FloatArray
 from bandmf.accounting.bins.certificate import Certificate
 from bandmf.accounting.bins.gram import checked_gram
 
-_SCHEME = 1  # raise it when verification becomes stricter: what was verified before is then verified again
+_SCHEME = 2  # raise it when verification becomes stricter: what was verified before is then verified again
+_KIND = "certificates"
 
 
 def verify_once(certificate: Certificate, gram: FloatArray, workers: int | None = None) -> None:
@@ -22,38 +22,17 @@ def verify_once(certificate: Certificate, gram: FloatArray, workers: int | None 
     Guarantees: remembered is the very certificate with the very Gram matrix, every digit of both.
     """
     gram = checked_gram(gram)
-    folder, question = cache_folder("certificates"), _question(certificate, gram)
-    path = None if folder is None else folder / f"{hashlib.sha256(question.encode()).hexdigest()}.json"
-    if path is not None and _remembered(path, question):
-        return
-    certificate.verify(gram, workers=workers)
-    if path is not None:
-        _remember(path, question)
+    question = _question(certificate, gram)
+    if _cache.recall(_KIND, question) is not True:
+        certificate.verify(gram, workers=workers)
+        _cache.remember(_KIND, question, True)
 
 
-def _question(certificate: Certificate, gram: FloatArray) -> str:
+def remember(certificate: Certificate, gram: FloatArray) -> None:
+    """For a certificate that was computed here a moment ago: `verify` would compute the same again."""
+    _cache.remember(_KIND, _question(certificate, checked_gram(gram)), True)
+
+
+def _question(certificate: Certificate, gram: FloatArray) -> dict[str, Any]:
     digest = hashlib.sha256(np.ascontiguousarray(gram, dtype="<f8").tobytes()).hexdigest()
-    return json.dumps(
-        {"certificate": certificate.to_dict(), "gram": digest, "scheme": _SCHEME}, sort_keys=True
-    )
-
-
-def _seal(question: str) -> str:
-    return hashlib.sha256(f"verified {question}".encode()).hexdigest()
-
-
-def _remembered(path: Path, question: str) -> bool:
-    try:
-        entry = json.loads(path.read_bytes())
-        return bool(entry["question"] == question and entry["seal"] == _seal(question))
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return False
-
-
-def _remember(path: Path, question: str) -> None:
-    """All or nothing: a reader never sees half a file. No cache is no error."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_whole(path, json.dumps({"question": question, "seal": _seal(question)}).encode())
-    except OSError:
-        pass
+    return {"certificate": certificate.to_dict(), "gram": digest, "scheme": _SCHEME}

@@ -110,7 +110,15 @@ def compute(what: str, steps: int, mechanism: str = "", epochs: int = 0, epsilon
 def _planned_bands(steps: int) -> int:
     """As many as the planner chooses."""
     examples = steps * BATCH // EPOCHS
-    return plan(epsilon=EPSILON, delta=DELTA, examples=examples, batch_size=BATCH, steps=steps).bands
+    cyclic = plan(
+        epsilon=EPSILON,
+        delta=DELTA,
+        examples=examples,
+        batch_size=BATCH,
+        steps=steps,
+        sampling="cyclic-poisson",
+    )
+    return cyclic.bands
 
 
 def selection_seconds(table: Table, mechanism: str) -> float:

@@ -6,6 +6,7 @@ another; an empty share is filled with one example that counts nothing; together
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sized
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from torch.utils.data import (
 )
 
 from bandmf import _check
+from bandmf.planning import Plan
 from bandmf.torch.training.self_test import REHEARSALS
 from bandmf.torch.training.step import Piece, Stepper
 
@@ -139,13 +141,13 @@ class Loader:
             yield [tensor[indices.to(tensor.device)] for tensor in tensors]
 
     def _from_stream(self, begin: int, end: int) -> Iterator[Any]:
-        """One pass over the stream collects the examples of one turn of all parts, and ends when it has them."""
+        """One pass over the stream collects the examples of several steps, and ends when it has them."""
         if unused := {name for name, value in self._options.items() if value and name not in _FOR_STREAMS}:
             raise _check.fail(
                 "loader_options", sorted(unused), "have no meaning for a stream, but collate_fn has"
             )
         collate = self._options.get("collate_fn") or default_collate
-        window = self._stepper.plan.bands
+        window = steps_at_once(self._stepper.plan)
         for first in range(begin, end, window):
             pieces = list(self.pieces(first, min(first + window, end)))
             wanted = {index for piece in pieces for index in piece.indices}
@@ -196,6 +198,11 @@ class _IndexLists:
 
     def __iter__(self) -> Iterator[list[int]]:
         return (list(piece.indices) for piece in self._loader.pieces(self._begin, self._end))
+
+
+def steps_at_once(plan: Plan) -> int:
+    """Whose examples one pass over a stream collects: one turn of all parts; with bins, the root of a cycle."""
+    return plan.bands if plan.cycle is None else math.ceil(math.sqrt(plan.cycle))
 
 
 def epoch_length(stepper: Stepper) -> int:

@@ -66,7 +66,12 @@ class Stepper:
         self.left_out = torch.zeros((), dtype=torch.int64)  # examples whose gradient was not finite
         self.scale = clip_norm * plan.noise_scale
         self.engine = Engine(
-            plan.strategy, key, group=ranks.group, check_finite=False, max_vectors=plan.max_vectors
+            plan.strategy,
+            key,
+            group=ranks.group,
+            check_finite=False,
+            max_vectors=plan.max_vectors,
+            kept_inputs=plan.kept_inputs,
         )
         self.noise = self.engine.init(parameters)
         self.sums = Sums(parameters, key.derive("sums").secret)

@@ -1,0 +1,45 @@
+"""Answers kept on disk, shared by all processes: each with its question, and sealed, so that damage is noticed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from bandmf._files import cache_folder, write_whole
+
+
+def recall(kind: str, question: dict[str, Any]) -> Any:
+    """The answer that was kept for this very question, every digit of it; None if there is none, or a damaged one."""
+    text = json.dumps(question, sort_keys=True)
+    try:
+        path = _path(kind, text)
+        entry = {} if path is None else json.loads(path.read_bytes())
+        answer = entry["answer"]
+        return answer if entry["question"] == text and entry["seal"] == _seal(text, answer) else None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def remember(kind: str, question: dict[str, Any], answer: Any) -> None:
+    """Keep an answer (JSON values), all or nothing: a reader never sees half a file. No cache is no error."""
+    text = json.dumps(question, sort_keys=True)
+    path = _path(kind, text)
+    if path is None:
+        return
+    entry = {"question": text, "answer": answer, "seal": _seal(text, answer)}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_whole(path, json.dumps(entry).encode())
+    except OSError:
+        pass
+
+
+def _path(kind: str, text: str) -> Path | None:
+    folder = cache_folder(kind)
+    return None if folder is None else folder / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+
+
+def _seal(text: str, answer: Any) -> str:
+    return hashlib.sha256(f"{text} {json.dumps(answer, sort_keys=True)}".encode()).hexdigest()
