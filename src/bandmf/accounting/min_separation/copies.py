@@ -18,9 +18,10 @@ Weights. w = (L - e^epsilon)+ M_q / L^q has expectation delta, and as L varies i
 
     B = M_q e^(-(q-1) epsilon) (q-1)^(q-1) / q^q.
 
-B alone is the conversion of the Renyi divergence of order q, some 5 percent of sigma above the truth at the best q;
-it is 10 to 100 times delta at delta's own sigma, which is what makes sampling with these weights cheap. A single
-example's S can be far larger than usual, and bounds that take the largest S are hopeless; M_q is an average.
+B alone is the conversion of the Renyi divergence of order q: a bound without sampling, but 6 to 30 percent of sigma
+above the truth where the table has room for the best q, and useless where it has not. At delta's own sigma it is 5 to
+50 times delta, which is what makes sampling with these weights cheap. A single S can be far larger than usual, and
+bounds by the largest S are hopeless; M_q is an average.
 """
 
 from __future__ import annotations
