@@ -4,7 +4,7 @@ A sampler maps a step to the indices of its batch. It has no state: batch i is a
 plan and i, so a restart replays nothing, and every rank can compute it. It costs O(batch), not O(data).
 
 Guarantees: the events of a sampler are those of its plan, and the number of examples is the plan's; each kind of
-sampler states its own beside its class.
+sampler states its own beside its class. (No plan makes a `MinSeparationPoisson` yet: it does not know its events.)
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from bandmf.sampling.base import SampledPlan, Sampler
 from bandmf.sampling.bins import BallsInBins
 from bandmf.sampling.cyclic_poisson import CyclicPoisson, poisson_sample
 from bandmf.sampling.fixed_order import FixedOrder, cycle_length, unused_note, used_examples
+from bandmf.sampling.min_separation import MinSeparationPoisson
 
 __all__ = [
     "BallsInBins",
     "CyclicPoisson",
     "FixedOrder",
+    "MinSeparationPoisson",
     "SampledPlan",
     "Sampler",
     "cycle_length",

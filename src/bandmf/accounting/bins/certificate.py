@@ -69,7 +69,7 @@ class Certificate:
     attempt: int = 1
 
     def __post_init__(self) -> None:
-        checked: dict[str, Any] = _checked_budget(self.epsilon, self.delta, self.failure, self.attempt)
+        checked: dict[str, Any] = checked_budget(self.epsilon, self.delta, self.failure, self.attempt)
         chain = Chain(self.power, self.length)
         checked |= {"power": chain.power, "length": chain.length}
         checked["sigma"] = _check.real("sigma", self.sigma, 0, 1e100, open_low=True)
@@ -92,7 +92,7 @@ class Certificate:
         certificate from fresh samples (which a valid one passes but for bad luck; it has no part in `failure`).
         """
         gram = checked_gram(gram)
-        if len(gram) != self.cycle or not _alike(marks(gram), self.gram_marks, _SAME_GRAM):
+        if len(gram) != self.cycle or not alike(marks(gram), self.gram_marks, _SAME_GRAM):
             raise NotCertifiedError(f"certificate: made for another Gram matrix (cycle={self.cycle})")
         again = certify(
             gram,
@@ -109,8 +109,8 @@ class Certificate:
         )
         stored = (self.weight_bound, self.remove, self.add)
         computed = (again.weight_bound, again.remove, again.add)
-        unseeded = self.add_samples == 0 and not _alike([self.add], [again.add], _ALIKE)
-        if unseeded or (again.seed == self.seed and not _alike(stored, computed, _ALIKE)):
+        unseeded = self.add_samples == 0 and not alike([self.add], [again.add], _ALIKE)
+        if unseeded or (again.seed == self.seed and not alike(stored, computed, _ALIKE)):
             raise NotCertifiedError(f"certificate: it says {stored}, but computed again this is {computed}")
         return again
 
@@ -161,7 +161,7 @@ def certify(
     Traceback (most recent call last):
     bandmf.accounting.bins.certificate.NotCertifiedError: sigma=4.2: not certified for epsilon=1.0, ...
     """
-    budget = _checked_budget(epsilon, delta, FAILURE * delta if failure is None else failure, attempt)
+    budget = checked_budget(epsilon, delta, FAILURE * delta if failure is None else failure, attempt)
     epsilon, delta, failure = budget["epsilon"], budget["delta"], budget["failure"]
     gram = checked_gram(gram)
     seed = secrets.randbits(128) if seed is None else _check.whole("seed", seed, 0, 2**128 - 1)
@@ -223,7 +223,7 @@ def _sampled_bound(
     return min(upper_bound(*sampled, share), _closed_bound(loss, epsilon))
 
 
-def _checked_budget(epsilon: float, delta: float, failure: float, attempt: int) -> dict[str, Any]:
+def checked_budget(epsilon: float, delta: float, failure: float, attempt: int) -> dict[str, Any]:
     delta = _check.real("delta", delta, 1e-15, 1, open_high=True)
     return {
         "epsilon": _check.real("epsilon", epsilon, MIN_EPSILON, MAX_EPSILON),
@@ -233,5 +233,5 @@ def _checked_budget(epsilon: float, delta: float, failure: float, attempt: int) 
     }
 
 
-def _alike(some: Any, others: Any, tolerance: float) -> bool:
+def alike(some: Any, others: Any, tolerance: float) -> bool:
     return all(math.isclose(x, y, rel_tol=tolerance) for x, y in zip(some, others, strict=True))

@@ -81,12 +81,12 @@ def _estimate(
     def remove(sigma: float) -> Sums:
         return remove_sums(privacy_loss(gram, sigma), epsilon, pilot.chain, samples, seed, stream=ESTIMATE)
 
-    sigma, sums, slope = _solve(remove, sigma, delta)
+    sigma, sums, slope = solve(remove, sigma, delta)
     bound = pilot.chain.bound(privacy_loss(gram, sigma), epsilon)
     pilot = Pilot(pilot.chain, sums.mean, sums.variance / sums.mean**2, bound / sums.mean)
     added = add_sums(privacy_loss(gram, sigma), epsilon, samples, seed, stream=ESTIMATE)
     if added is not None and added[0].mean > delta:  # never seen, but not excluded
-        sigma, sums, slope = _solve(lambda sigma: _added(gram, sigma, epsilon, samples, seed), sigma, delta)
+        sigma, sums, slope = solve(lambda sigma: _added(gram, sigma, epsilon, samples, seed), sigma, delta)
         added = sums, added[1]
     T = _posterior(gram, sigma, epsilon, pilot, samples, seed) if posterior else None
     error = sums.standard_error / sums.mean / abs(slope)
@@ -131,7 +131,7 @@ def _guess(gram: FloatArray, epsilon: float, delta: float) -> float:
     return math.exp(high)
 
 
-def _solve(curve: Curve, sigma: float, delta: float) -> tuple[float, Sums, float]:
+def solve(curve: Curve, sigma: float, delta: float) -> tuple[float, Sums, float]:
     """Sigma, sums and slope where the sampled curve meets delta: secant steps on log scales."""
     slope = -30.0
     x, sums = math.log(sigma), curve(sigma)
