@@ -217,14 +217,14 @@ def test_no_weight_of_the_add_direction_is_above_its_bound(seed, b, epsilon):
     side = half_space(loss, epsilon)
     if side is not None:
         samples = side.sample(loss, epsilon, np.random.default_rng(seed), 400)
-        assert samples.max() <= side.bound(loss)
+        assert samples.max() <= side.bound(side.rounding(loss))
 
 
 def test_a_planted_half_space_that_is_too_far_is_caught_by_its_weights():
     loss = privacy_loss(np.full((3, 3), 0.5), 1.0)
     side = half_space(loss, 2.0)
     far = HalfSpace(side.positions, side.steepness, side.distance + 1.0)
-    assert far.sample(loss, 2.0, np.random.default_rng(0), 5000).max() > far.bound(loss)
+    assert far.sample(loss, 2.0, np.random.default_rng(0), 5000).max() > far.bound(far.rounding(loss))
     assert far.deterministic_bound() < gaussian_delta(0.5, 2.0)
 
 

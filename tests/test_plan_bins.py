@@ -151,7 +151,7 @@ def test_a_strategy_that_the_certificate_is_not_for_is_refused(plan):
         ({"noise_multiplier": 0.5}, "noise of"),
         ({"batch_size": 25.0}, "cycle=40"),
         ({"batch_size": 49.0}, "batch_size=49.0: must be examples / cycle"),
-        ({"certificate": None}, "needs a certificate"),
+        ({"certificate": None}, "needs a certificate of its own"),
         ({"sampling": "cyclic-poisson"}, r"strategy\.bands|only"),
         ({"adjacency": "replace"}, "not against adjacency='replace'"),
         ({"max_batch_size": 60}, "max_batch_size=60"),
@@ -247,7 +247,9 @@ def test_a_strategy_of_ones_own_is_certified():
     ("given", "message"),
     [
         ({"sampling": "by chance"}, "sampling='by chance'"),
-        ({"sampling": "b-min-sep"}, "cannot be certified"),
+        ({"sampling": "b-min-sep", "mechanism": "blt"}, "use sampling='balls-in-bins'"),
+        ({"sampling": "b-min-sep", "adjacency": "replace"}, "not against adjacency='replace'"),
+        ({"sampling": "b-min-sep", "bands": 21}, "bands=21"),
         ({"sampling": "cyclic-poisson", "mechanism": "blt"}, "use sampling='balls-in-bins'"),
         ({"sampling": "balls-in-bins", "participation": FixedEpochs(4)}, "has no meaning"),
         ({"sampling": "balls-in-bins", "adjacency": "replace"}, "not against adjacency='replace'"),
@@ -265,6 +267,47 @@ def test_nonsense_gets_one_clear_sentence(given, message):
     with pytest.raises(ValueError, match=message) as caught:
         bandmf.plan(**{**SMALL, **given})
     assert "\n" not in str(caught.value)
+
+
+# --- b-min-sep ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def separated():
+    return bandmf.plan(**{**SMALL, "steps": 40}, sampling="b-min-sep", bands=4)
+
+
+def test_a_plan_with_b_min_sep_has_a_certificate_and_a_separation(separated, tmp_path):
+    assert (separated.sampling, separated.separation, separated.cycle) == ("b-min-sep", 4, None)
+    assert separated.sampling_probability == pytest.approx(1 / (20 - 4 + 1))
+    assert separated.noise_scale == separated.certificate.sigma
+    assert bandmf.Plan.load(separated.save(tmp_path / "plan.json")) == separated
+    assert separated.verify() == separated.certificate
+    assert "b-min-sep, warm start" in separated.explain()
+
+
+def test_its_sampler_keeps_examples_apart_and_batches_at_their_size(separated):
+    batches = sampler(separated, Key(bytes(32)))
+    taken = np.array([np.isin(np.arange(1_000), batches.batch(step)) for step in range(40)])
+    steps = [np.flatnonzero(column) for column in taken.T]
+    assert min(np.diff(each).min() for each in steps if len(each) > 1) >= 4
+    assert taken.sum() / 40 == pytest.approx(50, abs=5)
+
+
+def test_a_certificate_for_another_sampling_is_refused(plan, separated):
+    with pytest.raises(ValueError, match="needs a certificate of its own"):
+        dataclasses.replace(separated, certificate=plan.certificate)
+    with pytest.raises(ValueError, match="is for"):
+        dataclasses.replace(separated, batch_size=40.0)
+
+
+def test_bands_are_found_by_doubling_and_halving():
+    found = bandmf.plan(epsilon=8, delta=1e-3, examples=600, batch_size=50, steps=24, sampling="b-min-sep")
+    others = [c for c in found.candidates if c.bands != found.bands]
+    assert others
+    assert all(
+        c.rmse > 0.97 * found.rmse for c in others
+    )  # the chosen one is certified, the others estimated
 
 
 # --- the batches ----------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ class Candidate(NamedTuple):
     def name(self) -> str:
         """For people: "BLT(4) in bins", "32 bands"."""
         what = {"blt": "BLT({})", "banded-inverse": "inverse({})"}.get(self.mechanism, "{} bands")
-        where = " in bins" if self.sampling == "balls-in-bins" else ""
+        where = {"balls-in-bins": " in bins", "b-min-sep": ", b-min-sep"}.get(self.sampling, "")
         return what.format(self.bands) + where
 
 

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from bandmf.accounting.events import MAX_EPSILON
+from bandmf.accounting.verified import Certificate
 from bandmf.sampling import unused_note
 
 if TYPE_CHECKING:
@@ -45,8 +46,8 @@ def _sampling(plan: Plan) -> str:
         )
     assert plan.examples is not None
     assert plan.epochs is not None
-    if plan.cycle is not None:
-        return _bins(plan, plan.cycle)
+    if plan.certificate is not None:
+        return f"Sampling. {_places(plan)} {_certified(plan.certificate)}"
     if plan.bands == 1:
         turns = f"At every step each of the {plan.examples} examples"
     else:
@@ -65,16 +66,28 @@ def _sampling(plan: Plan) -> str:
     )
 
 
-def _bins(plan: Plan, cycle: int) -> str:
-    certificate = plan.certificate
-    assert certificate is not None
+def _places(plan: Plan) -> str:
+    if plan.cycle is not None:
+        how = (
+            f"Each of the {plan.examples} examples draws one of {plan.cycle} places, independently and by the secret "
+            f"key, and takes part in every step of that place, once in {plan.cycle} steps (balls-in-bins)"
+        )
+    else:
+        how = (
+            f"At every step each of the {plan.examples} examples that did not take part in the last {plan.bands - 1} "
+            f"steps joins with probability {plan.sampling_probability:.6g}, independently (b-min-sep, warm start)"
+        )
     return (
-        f"Sampling. Each of the {plan.examples} examples draws one of {cycle} places, independently and by the secret "
-        f"key, and takes part in every step of that place, once in {cycle} steps: {plan.batch_size:.6g} examples on "
-        f"average, {plan.epochs:.4g} participations (balls-in-bins). Places and the real sizes of batches must stay "
-        "secret; shuffles, or batches of equal size, void the guarantee. What this sampling is worth was certified by "
-        f"{certificate.samples:,} samples that do not depend on data; that they deceive has a probability of "
-        f"{certificate.failure:.2g}, which is part of delta. `plan.verify()` computes it again."
+        f"{how}: {plan.batch_size:.6g} examples on average, {plan.epochs:.4g} participations. Who takes part when, and "
+        "the real sizes of batches, must stay secret; shuffles, or batches of equal size, void the guarantee."
+    )
+
+
+def _certified(certificate: Certificate) -> str:
+    return (
+        f"What this sampling is worth was certified by {certificate.samples:,} samples that do not depend on data; "
+        f"that they deceive has a probability of {certificate.failure:.2g}, which is part of delta. `plan.verify()` "
+        "computes it again."
     )
 
 
@@ -98,7 +111,7 @@ def _noise(plan: Plan) -> str:
 
 
 def _multiplier(plan: Plan) -> str:
-    return "" if plan.in_bins else f" (noise multiplier {plan.noise_multiplier:.6g})"
+    return "" if plan.certified else f" (noise multiplier {plan.noise_multiplier:.6g})"
 
 
 def _memory(plan: Plan) -> str:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from bandmf import _check, accounting
-from bandmf._types import FloatArray
-from bandmf.accounting.bins import Certificate, NotCertifiedError, gram_matrix, verify_once
+from bandmf.accounting.bins import Certificate as BinsCertificate
+from bandmf.accounting.bins import NotCertifiedError
 from bandmf.accounting.events import (
     MAX_EPSILON,
     Event,
@@ -18,6 +18,7 @@ from bandmf.accounting.events import (
     one_release,
     sampling_probability,
 )
+from bandmf.accounting.verified import CERTIFICATES, Certificate, subject, verify_once
 from bandmf.error import mean_squared_error, rmse
 from bandmf.participation import Participation
 from bandmf.planning import plan_file
@@ -39,8 +40,8 @@ class Plan(Setup):
     `adjacency`. What follows from other fields is derived, never stored; a plan whose noise does not meet its
     epsilon, by the accountant or by a certificate that is verified, cannot be constructed, replaced or loaded.
 
-    A plan with balls-in-bins sampling has a `cycle` and a `certificate`; its `noise_multiplier` is the deviation of
-    z itself, and it has no sampling probability and no rounds.
+    A plan with balls-in-bins (or b-min-sep) sampling has a `certificate`; its `noise_multiplier` is the deviation of z
+    itself. With balls-in-bins it has a `cycle`, and neither sampling probability nor rounds.
     """
 
     strategy: Strategy
@@ -48,7 +49,7 @@ class Plan(Setup):
     epsilon: float  # infinite for noise that guarantees nothing
     candidates: tuple[Candidate, ...] = ()
     best_without_memory_limit: Candidate | None = None
-    certificate: Certificate | None = None  # for balls-in-bins
+    certificate: Certificate | None = None  # for balls-in-bins and b-min-sep
     choice: str = ""  # why this one, in a sentence
 
     def __post_init__(self) -> None:
@@ -75,17 +76,29 @@ class Plan(Setup):
     def _check_certificate(self) -> None:
         """Present where it is needed, and of this budget, cycle and noise; whether it is true, `confirm` asks."""
         found = self.certificate
-        if self.in_bins != isinstance(found, Certificate):
-            needed = "balls-in-bins needs a certificate" if self.in_bins else "is for balls-in-bins only"
+        kind = CERTIFICATES.get(str(self.sampling), type(None))
+        if not isinstance(found, kind):
+            needed = f"{self.sampling} needs a certificate of its own"
+            if not self.certified:
+                needed = f"is not for sampling={self.sampling!r}"
             raise _check.fail("certificate", found, needed, "make a new plan with bandmf.plan")
         if found is None:
             return
         enough = found.epsilon <= self.epsilon and found.delta <= self.delta
-        if not enough or found.cycle != self.cycle or found.sigma > self.noise_multiplier:
+        if not enough or found.sigma > self.noise_multiplier:
             raise NotCertifiedError(
-                f"certificate: is for epsilon={found.epsilon:g}, delta={found.delta:g}, cycle={found.cycle} and noise "
-                f"of {found.sigma:.6g} or more, not for epsilon={self.epsilon:g}, delta={self.delta:g}, "
-                f"cycle={self.cycle} and {self.noise_multiplier:.6g}; make a new plan with bandmf.plan"
+                f"certificate: is for epsilon={found.epsilon:g}, delta={found.delta:g} and noise of "
+                f"{found.sigma:.6g} or more, not for epsilon={self.epsilon:g}, delta={self.delta:g} and "
+                f"{self.noise_multiplier:.6g}; make a new plan with bandmf.plan"
+            )
+        if isinstance(found, BinsCertificate):
+            certified, planned = f"cycle={found.cycle}", f"cycle={self.cycle}"
+        else:
+            certified = f"separation={found.separation}, probability={found.probability!r}"
+            planned = f"separation={self.separation}, probability={self.sampling_probability!r}"
+        if certified != planned:
+            raise NotCertifiedError(
+                f"certificate: is for {certified}, not for {planned}; make a new plan with bandmf.plan"
             )
 
     def confirm(self) -> None:
@@ -94,7 +107,7 @@ class Plan(Setup):
         A certificate is computed again, unless this machine has done that before: `verify` does it in any case.
         """
         if self.certificate is not None:
-            verify_once(self.certificate, self._gram)
+            verify_once(self.certificate, subject(self.certificate, self.strategy))
             return
         if self.epsilon == math.inf:  # no promise, and so nothing to confirm
             return
@@ -110,18 +123,18 @@ class Plan(Setup):
     def verify(self, seed: int | None = None) -> Certificate | None:
         """Compute everything again that the guarantee rests on; an error where it does not hold.
 
-        For balls-in-bins all samples of the certificate are drawn again: with its own seed, which must give its
-        numbers, or with a `seed` of yours, for evidence that nobody chose. Returns that certificate.
+        All samples of a certificate are drawn again: with its own seed, which must give its numbers, or with a `seed`
+        of yours, for evidence that nobody chose. Returns that certificate; None where an accountant suffices.
         """
         if self.certificate is None:
             self.confirm()
             return None
-        return self.certificate.verify(self._gram, seed)
+        return self.certificate.verify(subject(self.certificate, self.strategy), seed)
 
     @property
-    def _gram(self) -> FloatArray:
-        assert self.cycle is not None
-        return gram_matrix(self.strategy, self.cycle)
+    def separation(self) -> int | None:
+        """Of b-min-sep: fewest steps between two participations of an example, which is the number of bands."""
+        return self.bands if self.sampling == "b-min-sep" else None
 
     @property
     def bands(self) -> int:
@@ -131,7 +144,7 @@ class Plan(Setup):
     @cached_property
     def error(self) -> float:
         """Sensitivity times root mean squared error of the strategy, without the noise multiplier."""
-        if self.in_bins:
+        if self.certified:
             return math.sqrt(mean_squared_error(self.strategy, workload=self.workload))
         return rmse(self.strategy, workload=self.workload, participation=self.participation)
 
@@ -139,10 +152,12 @@ class Plan(Setup):
     def sampling_probability(self) -> float | None:
         """Probability that an example of the current part enters the batch: bands * batch_size / examples.
 
-        None for balls-in-bins, where it is not drawn again at every step.
+        With b-min-sep, that one joins which may; None for balls-in-bins, where nothing is drawn again.
         """
         if self.in_bins:
             return None
+        if self.separation is not None:
+            return self.joining_probability(self.separation)
         if not self.amplified:
             return 1.0
         assert self.examples is not None
@@ -150,8 +165,8 @@ class Plan(Setup):
 
     @property
     def rounds(self) -> int | None:
-        """How often the part of any one example has its turn: ceil(steps / bands); None for balls-in-bins."""
-        if self.in_bins:
+        """How often the part of any one example has its turn: ceil(steps / bands); None if certified."""
+        if self.certified:
             return None
         return -(-self.steps // self.bands) if self.amplified else 1
 
@@ -175,9 +190,9 @@ class Plan(Setup):
     def sensitivity(self) -> float:
         """Per unit clip norm: of one round when amplified, else of the whole run under `participation`.
 
-        For balls-in-bins it is part of the certified noise, and 1 here.
+        Where the noise is certified it is a part of that, and 1 here.
         """
-        return 1.0 if self.in_bins else sensitivity(self.strategy, self.participation)
+        return 1.0 if self.certified else sensitivity(self.strategy, self.participation)
 
     @property
     def noise_scale(self) -> float:
@@ -241,11 +256,9 @@ class Plan(Setup):
     @property
     def rule_of_thumb(self) -> float | None:
         """The paper's quick guess at the best bands of cyclic Poisson sampling: epsilon sqrt(steps) / epochs."""
-        return (
-            None
-            if self.epochs is None or self.in_bins
-            else self.epsilon * math.sqrt(self.steps) / self.epochs
-        )
+        if self.epochs is None or self.certified:
+            return None
+        return self.epsilon * math.sqrt(self.steps) / self.epochs
 
     @cached_property
     def digest(self) -> str:
@@ -271,13 +284,13 @@ class Plan(Setup):
     def spent_after(self, steps: int) -> float:
         """The epsilon of the first `steps` steps.
 
-        Without amplification one release covers them all; with balls-in-bins only the whole run is certified, and a
-        part of it spends no more.
+        Without amplification one release covers them all; where the whole run is certified, a part of it spends no
+        more.
         """
         steps = _check.whole("steps", steps, 0, self.steps, f"the plan's steps={self.steps}")
         if steps == 0:
             return 0.0
-        if not self.amplified or self.in_bins:
+        if not self.amplified or self.certified:
             return self.spent()
         so_far = [event.after(-(-steps // self.bands)) for event in self.events]
         return max(accounting.spent(event, self.noise_multiplier, self.delta) for event in so_far)

@@ -12,7 +12,7 @@ import numpy as np
 
 from bandmf import participation, strategies
 from bandmf._files import write_whole
-from bandmf.accounting.bins import Certificate
+from bandmf.accounting.verified import CERTIFICATES, Certificate
 from bandmf.planning.candidate import Candidate
 from bandmf.strategies import Strategy
 from bandmf.strategies.files import from_arrays, to_arrays
@@ -94,7 +94,7 @@ def load(path: Path, workload: Workload | None, make: type[Plan]) -> Plan:
             participation=_participation_from(contents["participation"]),
             candidates=tuple(Candidate(*values) for values in contents["candidates"]),
             best_without_memory_limit=best and Candidate(*best),
-            certificate=contents["certificate"] and Certificate.from_dict(contents["certificate"]),
+            certificate=_certificate_from(contents["certificate"], contents["sampling"]),
             **{name: contents[name] for name in _PLAIN},
         )
     except _DAMAGE as error:
@@ -123,6 +123,14 @@ def _strategy_from(contents: dict[str, Any], path: Path) -> Strategy:
     if _strategy_to_dict(strategy) != contents:
         raise ValueError(f"path={str(_beside(path))!r}: not the strategy of this plan, or changed since")
     return strategy
+
+
+def _certificate_from(contents: dict[str, Any] | None, sampling: str) -> Certificate | None:
+    if contents is None:
+        return None
+    if sampling not in CERTIFICATES:
+        raise ValueError(f"certificate: is not for sampling={sampling!r}")
+    return CERTIFICATES[sampling].from_dict(contents)
 
 
 def _beside(path: Path) -> Path:

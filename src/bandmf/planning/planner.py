@@ -6,12 +6,14 @@ A checked request (request.py), a choice among candidates (candidates.py), and o
 from __future__ import annotations
 
 from bandmf import _check, accounting
-from bandmf.accounting.bins import Certificate, NotCertifiedError
+from bandmf.accounting.bins import NotCertifiedError
+from bandmf.accounting.verified import Certificate
 from bandmf.optimize import banded_toeplitz
 from bandmf.participation import Participation
-from bandmf.planning import bins
+from bandmf.planning import bins, min_separation
 from bandmf.planning.candidate import Candidate, Progress
 from bandmf.planning.candidates import Candidates, normalization
+from bandmf.planning.found import Found
 from bandmf.planning.plan import Plan
 from bandmf.planning.request import Request, checked_request, require_two_bands
 from bandmf.planning.setup import no_bins, whole_cycle
@@ -54,11 +56,11 @@ def plan(
     `noise_multiplier` instead of `epsilon` (then with `bands`) says what it costs.
 
     `sampling` is "cyclic-poisson" (the paper's), "balls-in-bins" (each example once an epoch, at a secret place of its
-    own), or "auto": balls-in-bins where that is certified, within about `certify_seconds`, to have less error, else
-    cyclic Poisson; `plan.choice` says why. `bands`, `strategy` and `noise_multiplier` are for cyclic Poisson, unless
-    `sampling` says otherwise. `mechanism` is "banded", for balls-in-bins also "blt" (4 vectors of noise) or
-    "banded-inverse" with `inverse_bands` (none, at as many draws), or "auto": of those with nearly the least error
-    the one whose noise takes the least time.
+    own), "b-min-sep" (each joins at random, never twice within `bands` steps), or "auto": balls-in-bins where that is
+    certified, within about `certify_seconds`, to have less error, else cyclic Poisson; `plan.choice` says why. `bands`,
+    `strategy` and `noise_multiplier` are for cyclic Poisson, unless `sampling` says otherwise. `mechanism` is "banded",
+    for balls-in-bins also "blt" (4 vectors of noise) or "banded-inverse" with `inverse_bands` (none, at as many draws),
+    or "auto": of those with nearly the least error the one whose noise takes the least time.
 
     >>> p = plan(epsilon=8, delta=1e-6, examples=50_000, batch_size=500, steps=400)
     >>> p.sampling, p.cycle, p.rmse < p.candidates[0].rmse  # candidates[0] is DP-SGD
@@ -67,13 +69,6 @@ def plan(
     54
     """
     _check.choice("sampling", sampling, ("auto", "cyclic-poisson", "balls-in-bins", "b-min-sep"))
-    if sampling == "b-min-sep":
-        raise _check.fail(
-            "sampling",
-            sampling,
-            "cannot be certified at a bearable cost, and estimates never train",
-            "use 'balls-in-bins', which has less error",
-        )
     request = checked_request(
         epsilon=epsilon,
         noise_multiplier=noise_multiplier,
@@ -94,7 +89,7 @@ def plan(
         device=device,
         mechanism=mechanism,
         inverse_bands=inverse_bands,
-        bins=sampling == "balls-in-bins" and participation is None,
+        sampling=None if participation is not None or sampling == "auto" else sampling,
     )
     if request.participation is not None:
         if sampling != "auto":
@@ -103,6 +98,8 @@ def plan(
     if _only_cyclic(request, sampling):
         return _cyclic(request, progress)
     seconds = _check.real("certify_seconds", certify_seconds, 0, open_low=True)
+    if sampling == "b-min-sep":
+        return _separated(request, seconds, progress)
     if sampling == "balls-in-bins" or request.mechanism in ("banded-inverse", "blt"):
         return _binned(request, seconds, progress)
     return _better(request, seconds, progress)
@@ -110,14 +107,14 @@ def plan(
 
 def _only_cyclic(request: Request, sampling: str) -> bool:
     """Whether cyclic Poisson sampling was asked for, by name or by fixing what only it has."""
+    if sampling in ("cyclic-poisson", "b-min-sep") and request.mechanism in ("banded-inverse", "blt"):
+        raise _check.fail(
+            "mechanism",
+            request.mechanism,
+            f"has no amplification by sampling={sampling!r}: its noise is correlated over all steps",
+            "use sampling='balls-in-bins'",
+        )
     if sampling == "cyclic-poisson":
-        if request.mechanism in ("banded-inverse", "blt"):
-            raise _check.fail(
-                "mechanism",
-                request.mechanism,
-                "has no amplification by cyclic Poisson sampling: its noise is correlated over all steps",
-                "use sampling='balls-in-bins'",
-            )
         return True
     fixed = (request.bands, request.strategy, request.noise_multiplier)
     return sampling == "auto" and any(each is not None for each in fixed)
@@ -158,6 +155,14 @@ def _binned(request: Request, seconds: float, progress: Progress | None) -> Plan
     found = bins.search(request, progress)
     chosen, certificate = bins.certified(request, bins.cheapest(found), seconds, progress)
     return _build(request, _with(found, chosen), chosen.candidate, chosen.strategy, certificate=certificate)
+
+
+def _separated(request: Request, seconds: float, progress: Progress | None) -> Plan:
+    """The best plan with b-min-sep sampling; an error where there is no certificate."""
+    search = min_separation.Search(request, progress)
+    chosen, certificate = min_separation.certified(request, search.best(), seconds, progress)
+    shown = _with(list(search.results.values()), chosen)
+    return _build(request, shown, chosen.candidate, chosen.strategy, certificate=certificate)
 
 
 def _better(request: Request, seconds: float, progress: Progress | None) -> Plan:
@@ -207,8 +212,8 @@ def _obstacle(request: Request) -> str:
     return ""
 
 
-def _with(found: list[bins.Found], chosen: bins.Found) -> tuple[Candidate, ...]:
-    """All candidates for bins, the chosen one as certified."""
+def _with(found: list[Found], chosen: Found) -> tuple[Candidate, ...]:
+    """All candidates of a search, the chosen one as certified."""
     others = (each.candidate for each in found if each.strategy is not chosen.strategy)
     return (*others, chosen.candidate)
 

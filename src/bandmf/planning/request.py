@@ -71,11 +71,11 @@ def checked_request(
     device: str | None,
     mechanism: str,
     inverse_bands: int | None,
-    bins: bool,
+    sampling: str | None,
 ) -> Request:
-    """The request, if it makes sense; one sentence says what does not. With `bins`, a batch is examples / cycle."""
+    """The request, if it makes sense; one sentence says what does not. With bins, a batch is examples / cycle."""
     steps = training_steps(steps, epochs, batch_size, examples)
-    if bins and examples is not None:
+    if sampling == "balls-in-bins" and examples is not None:
         batch_size = examples / whole_cycle(examples, batch_size)
     return Request(
         epsilon=epsilon,
@@ -95,13 +95,17 @@ def checked_request(
         device=device,
         mechanism=mechanism,
         inverse_bands=inverse_bands,
-        sampling="balls-in-bins" if bins else None,
+        sampling=sampling,
     )
 
 
 def _check_choice(request: Request) -> None:
     """Bands or a strategy that the user fixed must fit the rest, and the memory."""
     _check.choice("mechanism", request.mechanism, MECHANISMS)
+    if request.certified and request.noise_multiplier is not None:
+        raise _check.fail(
+            "noise_multiplier", request.noise_multiplier, f"{request.sampling} is planned by epsilon="
+        )
     if request.inverse_bands is not None:
         _check.whole("inverse_bands", request.inverse_bands, 1, request.steps, f"steps={request.steps}")
         if request.mechanism not in ("auto", "banded-inverse"):
@@ -122,10 +126,6 @@ def _check_choice(request: Request) -> None:
         if _check.whole(name, bands) > request.bands_in_memory:
             held = f"memory holds the noise of at most {request.bands_in_memory} bands"
             raise _check.fail(name, bands, held, "give more memory=")
-    elif request.in_bins and request.noise_multiplier is not None:
-        raise _check.fail(
-            "noise_multiplier", request.noise_multiplier, "balls-in-bins is planned by epsilon="
-        )
     elif request.noise_multiplier is not None and request.participation is None:
         raise _check.fail(
             "noise_multiplier",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from bandmf import _check
 from bandmf.accounting.bins.gram import MAX_CYCLE
 from bandmf.accounting.events import ADJACENCIES, Event, cyclic_poisson, one_release
+from bandmf.accounting.min_separation.law import joining_probability
 from bandmf.noise.schedule import BYTES_PER_NUMBER, DEVICES, vectors_held
 from bandmf.participation import Participation, checked_participation
 from bandmf.sampling import cycle_length
@@ -15,7 +16,8 @@ from bandmf.strategies import Strategy
 from bandmf.workloads import Workload
 
 MAX_STEPS = 10**8
-SAMPLINGS = ("cyclic-poisson", "balls-in-bins", "none")
+CERTIFIED = ("balls-in-bins", "b-min-sep")
+SAMPLINGS = ("cyclic-poisson", *CERTIFIED, "none")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,8 +61,8 @@ class Setup:
             raise _check.fail(
                 "sampling", self.sampling, "is 'none' for plans with participation=, and only for them"
             )
-        if self.in_bins:
-            self._check_bins()
+        if self.certified:
+            self._check_certified()
         elif self.participation is None:
             if self.examples is None:
                 raise ValueError(
@@ -76,13 +78,17 @@ class Setup:
             least = math.ceil(self.batch_size)
             self._keep("max_batch_size", _check.whole("max_batch_size", self.max_batch_size, least))
 
-    def _check_bins(self) -> None:
-        if obstacle := no_bins(
-            self.steps, self.examples, self.batch_size, self.adjacency, self.max_batch_size
-        ):
+    def _check_certified(self) -> None:
+        obstacle = no_certificate(self.examples, self.adjacency, self.max_batch_size)
+        if self.in_bins:
+            obstacle = no_bins(
+                self.steps, self.examples, self.batch_size, self.adjacency, self.max_batch_size
+            )
+        if obstacle:
             raise _check.fail("sampling", self.sampling, obstacle, "use sampling='cyclic-poisson'")
+        if self.cycle is None:
+            return
         assert self.examples is not None
-        assert self.cycle is not None
         if not math.isclose(self.batch_size, self.examples / self.cycle, rel_tol=1e-9):
             raise _check.fail(
                 "batch_size",
@@ -115,6 +121,11 @@ class Setup:
         return self.participation is None
 
     @property
+    def certified(self) -> bool:
+        """Whether a certificate must speak for the sampling, as no accountant can."""
+        return self.sampling in CERTIFIED
+
+    @property
     def in_bins(self) -> bool:
         """Whether every example has a place of its own in the cycle: balls-in-bins sampling."""
         return self.sampling == "balls-in-bins"
@@ -125,6 +136,12 @@ class Setup:
         if not self.in_bins or self.examples is None:
             return None
         return whole_cycle(self.examples, self.batch_size)
+
+    def joining_probability(self, bands: int) -> float:
+        """Of b-min-sep: that an example joins when it may, so that batches have their expected size."""
+        assert self.examples is not None
+        epochs = self.steps * self.batch_size / self.examples
+        return joining_probability(self.steps, epochs, bands)
 
     @property
     def most_bands(self) -> int:
@@ -143,9 +160,9 @@ class Setup:
     def events_for(self, bands: int) -> tuple[Event, ...]:
         """What the accountant must know of a strategy with these bands; the worst one counts.
 
-        Bins are no events: their privacy depends on the strategy itself, and a certificate speaks for it.
+        There are none where privacy depends on the strategy itself, and a certificate speaks for it.
         """
-        if self.in_bins:
+        if self.certified:
             return ()
         if not self.amplified:
             return (one_release(self.adjacency),)
@@ -186,16 +203,24 @@ def whole_cycle(examples: int, batch_size: float) -> int:
     return math.ceil(examples / batch_size * (1 - 1e-9))
 
 
-def no_bins(
-    steps: int, examples: int | None, batch_size: float, adjacency: str, max_batch_size: int | None
-) -> str:
-    """Why bins cannot be used here, in words; empty where they can."""
+def no_certificate(examples: int | None, adjacency: str, max_batch_size: int | None) -> str:
+    """Why sampling cannot be certified here, in words; empty where it can."""
     if examples is None:
         return "needs examples="
     if adjacency == "replace":
         return "protects against adding, removing or zeroing an example, not against adjacency='replace'"
     if max_batch_size is not None:
-        return f"does not permit max_batch_size={max_batch_size}: its accounting holds for whole bins"
+        return f"does not permit max_batch_size={max_batch_size}: its accounting holds for whole batches"
+    return ""
+
+
+def no_bins(
+    steps: int, examples: int | None, batch_size: float, adjacency: str, max_batch_size: int | None
+) -> str:
+    """Why bins cannot be used here, in words; empty where they can."""
+    obstacle = no_certificate(examples, adjacency, max_batch_size)
+    if obstacle or examples is None:
+        return obstacle
     cycle = whole_cycle(examples, batch_size)
     if cycle > steps:
         return f"takes at least one whole epoch, {cycle} steps"

@@ -58,6 +58,15 @@ def sampler(plan: SampledPlan, key: Key, examples: int | None = None) -> Sampler
         )
     if plan.cycle is not None:
         return BallsInBins(key, examples=plan_examples, steps=plan.steps, cycle=plan.cycle)
+    if plan.sampling == "b-min-sep":
+        assert plan.sampling_probability is not None
+        return MinSeparationPoisson(
+            key,
+            examples=plan_examples,
+            steps=plan.steps,
+            separation=plan.bands,
+            probability=plan.sampling_probability,
+        )
     if plan.participation is None:
         return CyclicPoisson(plan, key)
     if plan.adjacency == "add-remove":

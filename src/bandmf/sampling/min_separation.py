@@ -23,6 +23,7 @@ import numpy as np
 
 from bandmf import _check
 from bandmf._types import FloatArray
+from bandmf.accounting.events import Event
 from bandmf.accounting.min_separation.law import checked_law
 from bandmf.randomness.chacha import Keystream
 from bandmf.randomness.key import Key
@@ -38,7 +39,7 @@ class MinSeparationPoisson:
 
     It holds one 64-bit number per participation (examples times epochs), drawn chunk by chunk and then sorted; a batch
     then costs O(batch). Ten million examples in eight epochs: 0.64 GB, twice that while it is made.
-    There is no property `events`: what these batches cost depends on the strategy too, so the plan supplies that.
+    There are no `events`: what these batches cost depends on the strategy too, and the plan's certificate says it.
 
     >>> batches = MinSeparationPoisson(Key(bytes(32)), examples=10, steps=8, separation=3, probability=0.5)
     >>> [batches.batch(step).tolist() for step in range(4)]
@@ -79,6 +80,11 @@ class MinSeparationPoisson:
         words = np.empty(16 * -(-size // 8), np.uint32)
         self._keystream.fill(words, (stream, 0, 0), begin // 8)
         return np.clip(words.view(np.uint64)[:size] * 2.0**-64, 2.0**-65, 1 - 2.0**-53)
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """None: a certificate speaks for the whole run."""
+        return ()
 
     @property
     def provenance(self) -> dict[str, Any]:

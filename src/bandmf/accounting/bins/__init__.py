@@ -12,7 +12,6 @@ from bandmf.accounting.bins.certificate import Certificate, NotCertifiedError, c
 from bandmf.accounting.bins.chain import Chain
 from bandmf.accounting.bins.estimate import Estimate, estimate
 from bandmf.accounting.bins.gram import gram_matrix
-from bandmf.accounting.bins.verified import verify_once
 
 __all__ = [
     "Certificate",
@@ -23,5 +22,4 @@ __all__ = [
     "certify",
     "estimate",
     "gram_matrix",
-    "verify_once",
 ]

@@ -52,7 +52,7 @@ def add_sums(
         stream,
         workers,
     )
-    return sums, side.bound(loss)
+    return sums, side.bound(side.rounding(loss))
 
 
 def seconds_per_sample(loss: PrivacyLoss, epsilon: float, chain: Chain, workers: int | None = None) -> float:

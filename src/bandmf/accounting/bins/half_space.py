@@ -48,11 +48,15 @@ class HalfSpace:
         excess = inside - math.exp(s * d + s**2 / 2 + special.log_ndtr(-d - s))
         return float(min(max(excess, 0.0) + 1e-12 * inside, 1.0)) * (1 + 1e-9)
 
-    def bound(self, loss: PrivacyLoss) -> float:
-        """The most that a weight can be, raised as `sample` raises it."""
+    def bound(self, rounding: float) -> float:
+        """The most that a weight can be whose log L was moved by `rounding`, and the weight itself."""
         s, d = self.steepness, self.distance
-        slack = (1 + d / s) * loss.rounding(1 + d / s) + 1e-9
+        slack = (1 + d / s) * rounding + 1e-9
         return math.exp(-(d**2) / 2 + math.log(s / (d + s)) + d / s * math.log(d / (d + s)) + slack)
+
+    def rounding(self, loss: PrivacyLoss) -> float:
+        """What rounding may have taken from a sample's log L."""
+        return loss.rounding(1 + self.distance / self.steepness)
 
     def sample(
         self, loss: PrivacyLoss, epsilon: float, generator: np.random.Generator, rows: int
@@ -61,7 +65,7 @@ class HalfSpace:
         s, d, p = self.steepness, self.distance, self.positions
         u = loss.noise(generator, rows) - d / s * (loss.K @ p)
         log_L = log_mean_exp(loss.log_terms(u))[0]
-        slack = loss.rounding(1 + d / s)
+        slack = self.rounding(loss)
         # Where the divergence is positive the exponent is below -d^2 / 2; elsewhere it must not overflow.
         exponent = np.minimum(d * (u @ p) / s + d**2 / 2 + slack, 1.0)
         return added(log_L - slack, epsilon) * np.exp(exponent)

@@ -53,7 +53,7 @@ def add_sums(
         stream,
         workers,
     )
-    return sums, side.bound()
+    return sums, side.bound(loss.rounding(side.distance))
 
 
 def best_copies(loss: Loss, epsilon: float) -> Copies:

@@ -48,7 +48,7 @@ def half_space(loss: Loss, epsilon: float) -> HalfSpace | None:
 def sample_add(
     side: HalfSpace, loss: Loss, epsilon: float, generator: np.random.Generator, rows: int
 ) -> FloatArray:
-    """Independent samples with the add divergence as expectation, none above `side.bound()`."""
+    """Independent samples with the add divergence as expectation, none above its bound."""
     s, d, normal = side.steepness, side.distance, side.positions
     x = generator.standard_normal((loss.steps, rows)) - (d / s * normal)[:, None]
     y = normal @ x / s

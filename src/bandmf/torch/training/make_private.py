@@ -97,7 +97,8 @@ def make_private(
     ranks.start_equal(model)
     data, options = from_loader(dataset)
     batches = sampler(plan, key, len(data) if hasattr(data, "__len__") else None)
-    if batches.events != plan.events or getattr(batches, "cycle", None) != plan.cycle:
+    law = [getattr(batches, name, None) for name in ("cycle", "separation")]
+    if batches.events != plan.events or law != [plan.cycle, plan.separation]:
         raise ValueError(
             "plan: its events are not those of its batches; make a new plan with bandmf.plan(...)"
         )

@@ -1,0 +1,97 @@
+"""What a search found for sampling that needs a certificate: a strategy and its noise, kept on disk.
+
+So the same call gives the same plan again, and a training script can be restarted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bandmf import _cache
+from bandmf.accounting.verified import CERTIFICATES, Certificate, remember, subject
+from bandmf.error import mean_squared_error
+from bandmf.planning.candidate import Candidate, mechanism_of, size_of
+from bandmf.planning.request import Request
+from bandmf.strategies import Strategy
+from bandmf.strategies.files import from_arrays, to_arrays
+
+_SCHEME = 1  # raise it when the same question has another answer: old ones are then ignored
+
+
+class Found(NamedTuple):
+    """A strategy for a request, with its estimated or certified noise and its error."""
+
+    candidate: Candidate
+    strategy: Strategy
+
+
+def found(request: Request, strategy: Strategy, sigma: float) -> Found:
+    """A strategy with noise of this deviation."""
+    error = math.sqrt(mean_squared_error(strategy, workload=request.workload))
+    candidate = Candidate(
+        bands=size_of(strategy),
+        noise_multiplier=sigma,
+        rmse=sigma * error,
+        memory=request.noise_memory(strategy),
+        sampling=str(request.sampling),
+        mechanism=mechanism_of(strategy),
+        vectors=request.vectors_of(strategy),
+    )
+    return Found(candidate, strategy)
+
+
+def searched(request: Request, family: str, size: int, search: Callable[[], tuple[Strategy, float]]) -> Found:
+    """What an earlier search for the same found, or this one: a strategy and its estimated noise."""
+    question = _question(request, family, size)
+    known = None if question is None else _cache.recall("plans", question)
+    if known is not None:
+        arrays = {name: np.array(value) for name, value in known["strategy"].items()}
+        return found(request, from_arrays(arrays, "cache"), float(known["sigma"]))
+    strategy, sigma = search()
+    if question is not None:
+        _cache.remember("plans", question, {"strategy": _plain(strategy), "sigma": sigma})
+    return found(request, strategy, sigma)
+
+
+def certified(
+    request: Request, strategy: Strategy, seconds: float, calibrate: Callable[[], Certificate]
+) -> tuple[Found, Certificate]:
+    """The strategy with noise that a certificate speaks for: an earlier one for the same, or a new one."""
+    digest = hashlib.sha256(json.dumps(_plain(strategy), sort_keys=True).encode()).hexdigest()
+    question = {"certificate of": digest, "seconds": seconds, **_budget(request)}
+    known = _cache.recall("plans", question)
+    if known is not None:
+        certificate = CERTIFICATES[str(request.sampling)].from_dict(known)
+    else:
+        certificate = calibrate()
+        remember(certificate, subject(certificate, strategy))
+        _cache.remember("plans", question, certificate.to_dict())
+    return found(request, strategy, certificate.sigma), certificate
+
+
+def _question(request: Request, family: str, size: int) -> dict[str, Any] | None:
+    """All that the best strategy depends on; None for workloads that cannot be written down."""
+    if request.workload.recipe is None:
+        return None
+    kind, arguments = request.workload.recipe
+    plain = {
+        name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in arguments.items()
+    }
+    return {"strategy of": family, "size": size, "workload": [kind, plain], **_budget(request)}
+
+
+def _budget(request: Request) -> dict[str, Any]:
+    return {
+        "sampling": request.sampling, "epsilon": request.epsilon, "delta": request.delta, "steps": request.steps,
+        "per step": request.examples and request.batch_size / request.examples, "scheme": _SCHEME,
+    }  # fmt: skip
+
+
+def _plain(strategy: Strategy) -> dict[str, Any]:
+    return {name: np.asarray(array).tolist() for name, array in to_arrays(strategy).items()}
