@@ -103,6 +103,7 @@ class TritonExecutor:
             "FORWARD": len(step.forward) > 0,
             "REDRAW": len(step.draws) > 1,
             "STORE_INPUT": step.stores_input,
+            "BUFFERED": len(step.decays) > 0,
             "CIPHER_ROUNDS": self._cipher_rounds,
             "GROUPS": GROUPS,
             "num_warps": STEP_WARPS,

@@ -39,6 +39,7 @@ def step_kernel(
     FORWARD: tl.constexpr,
     REDRAW: tl.constexpr,
     STORE_INPUT: tl.constexpr,
+    BUFFERED: tl.constexpr,
     CIPHER_ROUNDS: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
@@ -47,7 +48,7 @@ def step_kernel(
     _step(
         program, gradient, history, prepared, size, shift, first_group, tensor, table, key, stride,
         prepared_stride, step, scale, width, reads, draws, store, decays, forward,
-        AHEAD, FORWARD, REDRAW, STORE_INPUT, CIPHER_ROUNDS, GROUPS,
+        AHEAD, FORWARD, REDRAW, STORE_INPUT, BUFFERED, CIPHER_ROUNDS, GROUPS,
     )  # fmt: skip
 
 
@@ -74,6 +75,7 @@ def joint_step_kernel(
     FORWARD: tl.constexpr,
     REDRAW: tl.constexpr,
     STORE_INPUT: tl.constexpr,
+    BUFFERED: tl.constexpr,
     CIPHER_ROUNDS: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
@@ -93,7 +95,7 @@ def joint_step_kernel(
     _step(
         program, gradient, history, prepared, size, shift, first_group, tensor, table, key, stride,
         prepared_stride, step, scale, width, reads, draws, store, decays, forward,
-        AHEAD, FORWARD, REDRAW, STORE_INPUT, CIPHER_ROUNDS, GROUPS,
+        AHEAD, FORWARD, REDRAW, STORE_INPUT, BUFFERED, CIPHER_ROUNDS, GROUPS,
     )  # fmt: skip
 
 
@@ -123,6 +125,7 @@ def _step(
     FORWARD: tl.constexpr,
     REDRAW: tl.constexpr,
     STORE_INPUT: tl.constexpr,
+    BUFFERED: tl.constexpr,
     CIPHER_ROUNDS: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
@@ -130,6 +133,11 @@ def _step(
     COUNT: tl.constexpr = GROUPS * 2048
     place = program * COUNT - shift + tl.arange(0, COUNT)
     inside = (place >= 0) & (place < size)
+    group = first_group + program * GROUPS
+    if (
+        BUFFERED
+    ):  # read twice, for y and for the update: with nothing between the two, the cache still holds them
+        z = _draw(key, group, step, tensor, CIPHER_ROUNDS, GROUPS)
     y = tl.zeros([COUNT], tl.float32)
     if AHEAD:
         y += tl.load(prepared + place, mask=inside, other=0.0)
@@ -142,8 +150,8 @@ def _step(
             slot = tl.load(table + k).to(tl.int64)
             weight = _float(table + 2 * width + k)
             y += weight * tl.load(history + slot * stride + place, mask=inside, other=0.0)
-    group = first_group + program * GROUPS
-    z = _draw(key, group, step, tensor, CIPHER_ROUNDS, GROUPS)
+    if not BUFFERED:
+        z = _draw(key, group, step, tensor, CIPHER_ROUNDS, GROUPS)
     if STORE_INPUT:
         # The slot was just read, and z does not depend on what was there, as y does: wait for all threads.
         tl.debug_barrier()
