@@ -170,6 +170,28 @@ class Twice(nn.Module):
         return self.inner(self.inner(x).tanh()) + self.inner(2 * x)
 
 
+class InTwoPlaces(nn.Module):
+    """One module with two parents."""
+
+    def __init__(self, shared, second=nn.Sequential):
+        super().__init__()
+        self.one, self.two = nn.Sequential(shared), second(shared)
+
+    def forward(self, x):
+        return self.one(x) * self.two(x.flip(1)).tanh()
+
+
+class Scaled(nn.Module):
+    """A parameter of its own beside a module that is also used elsewhere."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.weight, self.inner = nn.Parameter(torch.randn(6)), inner
+
+    def forward(self, x):
+        return self.inner(x * self.weight).sigmoid()
+
+
 class SharedMatrix(nn.Module):
     """One parameter in two layers of different kinds: a mixture that is written out."""
 
@@ -396,6 +418,19 @@ CASES = {
     "attention called three times": lambda: Case(Twice(SelfAttention(batch_first=True)), (numbers(3, 8),)),
     "layer norm called three times": lambda: Case(shaken(Twice(nn.LayerNorm(6))), (numbers(3, 6),)),
     "layer without a rule called three times": lambda: Case(Twice(Odd(6)), (numbers(3, 6),)),
+    "linear with two parents": lambda: Case(InTwoPlaces(nn.Linear(6, 6)), (numbers(3, 6),)),
+    "embedding with two parents": lambda: Case(InTwoPlaces(nn.Embedding(7, 6)), (tokens(5),)),
+    "layer norm with two parents": lambda: Case(shaken(InTwoPlaces(nn.LayerNorm(6))), (numbers(3, 6),)),
+    "attention with two parents": lambda: Case(
+        InTwoPlaces(SelfAttention(batch_first=True)), (numbers(3, 8),)
+    ),
+    "layer without a rule with two parents": lambda: Case(InTwoPlaces(Odd(6)), (numbers(3, 6),)),
+    "layer norm also inside of a layer without a rule": lambda: Case(
+        shaken(InTwoPlaces(nn.LayerNorm(6), Scaled)), (numbers(3, 6),)
+    ),
+    "linear also inside of a layer without a rule": lambda: Case(
+        InTwoPlaces(nn.Linear(6, 6), Scaled), (numbers(3, 6),)
+    ),
     "one matrix in two kinds of layers": lambda: Case(SharedMatrix(), (numbers(3, 6),)),
     "one matrix in three kinds of layers": lambda: Case(Everything(), (tokens(5, 6),)),
     "without a rule": lambda: Case(nn.Sequential(nn.Linear(6, 6), Odd(6)), (numbers(3, 6),)),

@@ -137,3 +137,28 @@ def test_any_change_changes_the_tag(name, change):
     else:
         row[:] = 0
     assert sealing._tag(state, KEY.secret, lambda value: [value]) != before
+
+
+def test_a_sealed_history_is_no_noise_before_it_is_decrypted(monkeypatch):
+    """Whether it is given to a bare engine, or its decryption is interrupted."""
+    engine = Engine(BandedToeplitz([1.0, 0.5, 0.25], 20), KEY)
+    state = state_of({"b": (6, 20)})
+    alone = [lambda value: [value]]
+    with sealing.sealed(state, KEY, alone[0], SALT) as kept:
+        saved = {**engine.state_dict(state), "seal": kept}
+    fresh = engine.load_state_dict(engine.init({"b": (6, 20)}), saved)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sealing, "_tag", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            sealing.unseal(fresh, kept, KEY, alone[0])
+    with pytest.raises(RuntimeError, match="was interrupted"):
+        engine.add(fresh, {"b": torch.zeros(6, 20)}, 1.0)
+    sealing.unseal(fresh, kept, KEY, alone[0])
+    both = [{"b": torch.zeros(6, 20)} for _ in range(2)]
+    engine.add(fresh, both[0], 1.0)
+    engine.add(state, both[1], 1.0)
+    assert torch.equal(both[0]["b"], both[1]["b"])

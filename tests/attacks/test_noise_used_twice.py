@@ -12,7 +12,12 @@ import pytest
 import torch
 from releases import PLAN, Watch, cancels, open_run, other_data
 
+import bandmf
 from bandmf import Key
+from bandmf.participation import MinSeparation
+from bandmf.strategies import BufferedToeplitz
+from bandmf.torch import Engine
+from bandmf.torch.training import checkpoint
 from training import same_run, simple_plan, weights
 
 
@@ -131,6 +136,66 @@ def test_a_copy_shares_the_weights_and_nothing_else(tmp_path):
     for mine in one.noise:
         assert all(float((mine - theirs).norm()) > 0.01 * float(mine.norm()) for theirs in two.noise)
     assert first.run_id != second.run_id
+
+
+def interrupted_step(private, monkeypatch):
+    """A step that ends after some of its history is written."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    (executor,) = private.stepper.noise.executors.values()
+    advance = executor._advance
+    with monkeypatch.context() as patched:
+        patched.setattr(executor, "_advance", lambda *given: (advance(*given), interrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            Watch(private).train(private.steps_taken + 1)
+    assert private.stepper.noise.unfinished
+
+
+def test_a_copy_takes_an_interrupted_step_again_with_the_noise_of_that_step(tmp_path, monkeypatch):
+    """Its checkpoint holds no noise of its own, so the history, here sums that decay, begins anew."""
+    strategy = BufferedToeplitz([0.5, 0.2], [0.5, 0.9], 16)
+    plan = bandmf.plan(
+        epsilon=8, delta=1e-5, examples=400, batch_size=100, strategy=strategy, adjacency="zero-out",
+        steps=16, participation=MinSeparation(4, 4),
+    )  # fmt: skip
+    begun(tmp_path / "one", plan=plan)
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    private = open_run(tmp_path / "two", plan=plan, moved="copied")
+    assert private.resume()
+    interrupted_step(private, monkeypatch)
+    assert private.resume()
+    engine = Engine(strategy, private.stepper.engine.key, max_vectors=plan.max_vectors)
+    state = engine.init(private.stepper.parameters)
+    for each in Watch(private).train(6).noise:
+        expected = {name: torch.zeros_like(p) for name, p in private.stepper.parameters.items()}
+        engine.add(state, expected, private.stepper.scale)
+        noise = torch.cat([z.flatten() for z in expected.values()])
+        torch.testing.assert_close(each, noise, rtol=1e-4, atol=1e-4 * float(noise.norm()))
+
+
+@pytest.mark.parametrize("place", ["_template", "load"])
+def test_an_interrupted_step_stays_refused_where_its_checkpoint_cannot_be_loaded(
+    tmp_path, monkeypatch, place
+):
+    begun(tmp_path)
+    private = open_run(tmp_path)
+    assert private.resume()
+    interrupted_step(private, monkeypatch)
+
+    def fail(*_, **__):
+        raise OSError("the disk is gone")
+
+    owner = checkpoint.dcp if place == "load" else checkpoint.optimizer_state
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, "load" if place == "load" else "named", fail)
+        with pytest.raises(OSError, match="the disk is gone"):
+            private.resume()
+    with pytest.raises(RuntimeError, match="was interrupted while it wrote"):
+        Watch(private).train(7)
+    assert private.resume()
+    Watch(private).train(7)
 
 
 def test_a_copy_counts_what_its_original_had_spent(tmp_path):

@@ -131,7 +131,58 @@ def test_a_batch_cannot_be_counted_again_with_a_later_one(mode, physical):
     assert private.steps_taken == (0 if physical else 1)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("own", ["forward", "forward and backward", "together"])
+def test_a_late_backward_pass_is_not_paired_with_the_batch_at_hand(mode, own):
+    """Whose activations are there, since it was run."""
+    private = private_of(linear(), vectors(), steps=3, clipping=mode, self_test=False, epoch_steps=3)
+    batches = iter(private.loader)
+
+    def loss():
+        x, y = next(batches)
+        return nn.functional.cross_entropy(private.model(x), y)
+
+    waiting = loss()
+    waiting.backward(retain_graph=True)
+    private.optimizer.step()
+    mine = loss()
+    if own == "forward and backward":
+        mine.backward()
+    refusal = pytest.raises(RuntimeError, match="backward pass")
+    with refusal:
+        (mine + waiting if own == "together" else waiting).backward()
+        private.optimizer.step()
+    assert private.steps_taken == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_graph_that_was_made_between_two_steps_is_not_paired_with_a_batch(mode):
+    private = private_of(linear(), vectors(), steps=3, clipping=mode, self_test=False, epoch_steps=3)
+    batches = iter(private.loader)
+    x, y = next(batches)
+    nn.functional.cross_entropy(private.model(x), y).backward()
+    private.optimizer.step()
+    waiting = nn.functional.cross_entropy(private.model(x), y)
+    x, y = next(batches)
+    private.model(x)
+    waiting.backward()
+    with pytest.raises(RuntimeError, match=r"backward pass|outside the layer"):
+        private.optimizer.step()
+
+
+def nested(model, reentrant):
+    """A checkpoint in a checkpoint for each entry."""
+    for each in reentrant:
+
+        def model(x, inner=model, each=each):
+            return checkpoint(inner, x, use_reentrant=each)
+
+    return model
+
+
+@pytest.mark.parametrize(
+    "reentrant", [(True,), (False,), (True, True), (True, False), (False, True), (False, False), (True,) * 3]
+)
 @pytest.mark.parametrize("own_first", [True, False])
 def test_checkpointing_does_not_bring_an_earlier_batch_back(reentrant, own_first):
     """It calls layers again in the backward pass, when another batch may be at hand."""
@@ -141,7 +192,7 @@ def test_checkpointing_does_not_bring_an_earlier_batch_back(reentrant, own_first
     x, y = next(batches)
 
     def loss(x, y):
-        scores = checkpoint(private.model, x.clone().requires_grad_(), use_reentrant=reentrant)
+        scores = nested(private.model, reentrant)(x.clone().requires_grad_())
         return nn.functional.cross_entropy(scores, y)
 
     waiting = loss(x, y)

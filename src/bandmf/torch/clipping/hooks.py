@@ -6,7 +6,8 @@ Guarantees: as for book-keeping, since norm and sum come from the same per-examp
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +19,13 @@ from opacus.grad_sample.grad_sample_module import (
 )
 from opacus.utils.module_utils import trainable_parameters
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from bandmf.torch.clipping.contributions import wide
 from bandmf.torch.clipping.norms import roundoff, size
 from bandmf.torch.clipping.protocol import Clipping, Parameters, clip_factors, clip_limit
-from bandmf.torch.clipping.refusals import UnsupportedError, used_elsewhere, wrong_rows
+from bandmf.torch.clipping.refusals import UnsupportedError, late_backward, used_elsewhere, wrong_rows
+from bandmf.torch.clipping.watch import Turns
 
 # True of every first layer, and harmless: its inputs are data.
 warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients are computed")
@@ -50,6 +53,7 @@ class PerExample:
         return f"whole per-example gradients, by {way}"
 
     def record(self, rows: int | None) -> None:
+        self._hooks.turns.next()
         if rows is None:
             self._hooks.disable_hooks()
         else:
@@ -86,6 +90,8 @@ class PerExample:
         return scale * _flat({name: size(sample) for name, sample in samples.items()})[number]
 
     def _samples(self, rows: int) -> dict[str, Tensor]:
+        if self._hooks.turns.late:
+            raise late_backward()
         found = {name: _gradients(name, p, rows) for name, p in self._parameters.items()}
         samples = {name: sample for name, sample in found.items() if sample is not None}
         if not samples:
@@ -132,6 +138,7 @@ class Hooks(GradSampleHooks):
     """Like its base class, but stores complete per-example gradients without a copy: a tenth of a training step."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
+        self.turns = Turns()
         super().__init__(model, **options)
         self._own = {id(module) for module in model.modules()}
 
@@ -142,11 +149,23 @@ class Hooks(GradSampleHooks):
         """
         if id(module) not in self._own:
             return
+        # Opacus takes the activations that came last, whichever batch a backward pass is of.
+        batch = self.turns.own_batch
+        for tensor in pytree.tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(partial(self._arrive, batch))
         mode, module.training = module.training, True
         try:
             super().capture_activations_hook(module, inputs, output)
         finally:
             module.training = mode
+
+    def _arrive(self, batch: int, _gradient: Tensor) -> None:
+        self.turns.arrive(batch)
+
+    def iterate_submodules(self, module: nn.Module) -> Iterable[nn.Module]:
+        """Each once, even where it has several places."""
+        yield from {id(each): each for each in super().iterate_submodules(module)}.values()
 
     def capture_backprops_hook(
         self, module: Any, _inputs: Any, outputs: Any, loss_reduction: str, batch_first: bool

@@ -19,7 +19,15 @@ def layers_of(model: nn.Module, names: dict[int, str]) -> list[Layer]:
 
     A module with a rule describes its own. One without describes, by torch.func, all that are in it.
     """
-    return list(_walk(model, "", names, 0))
+    found: dict[int, Layer] = {}
+    for layer in _walk(model, "", names, 0):
+        known = found.setdefault(id(layer.module), layer)  # one module may have several places
+        if known.batch != layer.batch:
+            raise UnsupportedError(
+                f"{layer.path!r} is also {known.path!r}, where the examples are another dimension; use two modules "
+                "that have the same parameters"
+            )
+    return list(found.values())
 
 
 def _walk(module: nn.Module, path: str, names: dict[int, str], batch: int) -> Iterator[Layer]:

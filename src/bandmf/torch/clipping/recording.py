@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from bandmf.torch.clipping.fallback import Call
+from bandmf.torch.clipping.fallback import Call, Seen, changed
 from bandmf.torch.clipping.rules import Described, Rule, convolution, embedding, linear
+from bandmf.torch.clipping.watch import Turns
 
 _ANCHOR = torch.empty(0, requires_grad=True)  # gives outputs a backward pass where no input has one
 
@@ -73,33 +74,20 @@ class Entry:
         return self.rule(self.layer.module, a, g)
 
 
-class Recorder:
+class Recorder(Turns):
     """What the layers of a model have noted since the last call of `begin`."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._entries: list[Entry] = []
         self.rows: int | None = None  # examples of the batch that is recorded; None: nothing is
-        self.batch = 0  # the number of that batch
-        self._first = 0  # autograd's number of the first node that can be of that batch
         self.failure: Exception | None = None
-        self.late = False  # whether a backward pass went through an earlier batch
-        self._seen: dict[Layer, dict[Any, bool]] = {}
+        self._seen: dict[Layer, Seen] = {}
 
     def begin(self, rows: int | None) -> None:
         """Forget what was noted; from now on a batch of so many examples is recorded."""
-        self._entries, self.failure, self.late = [], None, False
-        self.rows, self.batch = rows, self.batch + 1
-        with torch.enable_grad():
-            self._first = _ANCHOR.view_as(_ANCHOR).grad_fn._sequence_nr()  # type: ignore[union-attr]
-
-    @property
-    def own_batch(self) -> int:
-        """The number of the batch that a call is of, to be given to `receive`.
-
-        In a backward pass checkpointing calls layers again, for a node that may be of an earlier batch: then of none.
-        """
-        node = torch._C._current_autograd_node()
-        return self.batch if node is None or node._sequence_nr() >= self._first else -1
+        self.next()
+        self._entries, self.failure, self.rows = [], None, rows
 
     def peek(self) -> list[Entry]:
         return self._entries
@@ -118,24 +106,29 @@ class Recorder:
         def receive(saved: tuple[Tensor, ...], gradient: Tensor) -> None:
             self.receive(batch, Entry(layer, rule, saved[0], gradient))
 
-        return _Note.apply(_ANCHOR, receive, True, output, given.detach())
+        alone = _memory(output) is not _memory(given)
+        return _Note.apply(_ANCHOR, receive, alone, output, given.detach())
 
-    def note_unit(self, layer: Layer, args: Any, kwargs: Any, output: Any) -> Any:
-        """The same for a layer without a rule, whose call is repeated by torch.func."""
-        call = Call(layer, args, kwargs, self.rows or 0, self._seen.setdefault(layer, {}))
+    def call(self, layer: Layer, args: Any, kwargs: Any) -> Call:
+        """What torch.func needs to repeat a call of a layer without a rule; made before the layer runs."""
+        return Call(layer, args, kwargs, self.rows or 0, self._seen.setdefault(layer, {}))
+
+    def note_unit(self, call: Call, output: Any) -> Any:
+        """The same as `note` for such a layer."""
         leaves, shape = pytree.tree_flatten(output)
+        memory = [id(_memory(leaf)) for leaf in (*leaves, *call.given) if isinstance(leaf, Tensor)]
         for number, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 receive = self._receive_unit(call, number)
-                leaves[number] = _Note.apply(_ANCHOR, receive, False, leaf, *call.tensors)
+                alone = not leaf._is_view() and memory.count(id(leaf)) == 1
+                leaves[number] = _Note.apply(_ANCHOR, receive, alone, leaf, *call.tensors)
         return pytree.tree_unflatten(leaves, shape)
 
-    def _receive_unit(self, call: Any, number: int) -> Callable[[tuple[Tensor, ...], Tensor], None]:
+    def _receive_unit(self, call: Call, number: int) -> Callable[[tuple[Tensor, ...], Tensor], None]:
         batch = self.own_batch
 
         def receive(saved: tuple[Tensor, ...], gradient: Tensor) -> None:
-            if batch != self.batch:
-                self.late = True
+            if not self.arrive(batch):
                 return
             rows, self.rows = self.rows, None  # what torch.func runs is not recorded
             try:
@@ -160,7 +153,10 @@ class Recorded:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # what is noted must be noted each time
             return _uncompiled(self, args, kwargs)
-        if self.recorder.rows is None or not torch.is_grad_enabled():
+        if self.recorder.rows is None:
+            return self.own(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            _ = self.recorder.own_batch  # which notes a late backward pass
             return self.own(*args, **kwargs)
         return self.record(args, kwargs)
 
@@ -173,19 +169,40 @@ class Recorded:
 
     def record(self, args: Any, kwargs: Any) -> Any:
         layer = self.layer
-        if layer.rule is not None:
-            args, kwargs = self._adapt(args, kwargs)
-        parameters = layer.parameters()
+        if layer.rule is None:
+            return self._record_unit(args, kwargs)
+        args, kwargs = self._adapt(args, kwargs)
+        given = self._input(args, kwargs)
+        version = given._version
+        output = self._run(args, kwargs)
+        if given._version != version:
+            raise changed(layer)
+        if isinstance(output, Tensor):
+            return self.recorder.note(layer, layer.rule, given, output)
+        return self.recorder.note_unit(self.recorder.call(layer, args, kwargs), output)
+
+    def _record_unit(self, args: Any, kwargs: Any) -> Any:
+        """Whatever runs inside is part of the layer, even a module that is also used, and recorded, elsewhere."""
+        recorder = self.recorder
+        call = recorder.call(self.layer, args, kwargs)
+        rows, recorder.rows = recorder.rows, None
+        try:
+            output = self._run(args, kwargs)
+        finally:
+            recorder.rows = rows
+        call.check_unchanged()
+        return recorder.note_unit(call, output)
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        """The layer's own `forward`, whose parameters get no gradients."""
+        parameters = self.layer.parameters()
         for parameter in parameters:
             parameter.requires_grad_(False)
         try:
-            output = self.own(*args, **kwargs)
+            return self.own(*args, **kwargs)
         finally:  # also where checkpointing has seen enough, and stops by an exception
             for parameter in parameters:
                 parameter.requires_grad_(True)
-        if layer.rule is not None and isinstance(output, Tensor):
-            return self.recorder.note(layer, layer.rule, self._input(args, kwargs), output)
-        return self.recorder.note_unit(layer, args, kwargs, output)
 
     def _input(self, args: Any, kwargs: Any) -> Tensor:
         """What a rule is told of: the first argument, by place or by name."""
@@ -268,25 +285,31 @@ class _Linear(torch.autograd.Function):
 
 
 class _Note(torch.autograd.Function):
-    """The identity, whose backward pass hands the saved tensors and the gradient over."""
+    """The identity, whose backward pass hands the saved tensors and the gradient over.
+
+    An output whose memory is its own is given on as another tensor in that memory, and not as a view: operations in
+    place may follow, and are counted, so that autograd refuses them where the layer needs its output once more.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, receive: Any, ruled: bool, output: Tensor, *saved: Tensor
+        ctx: Any, anchor: Tensor, receive: Any, alone: bool, output: Tensor, *saved: Tensor
     ) -> Tensor:
         ctx.save_for_backward(*saved)
         ctx.receive = receive
-        if not output._is_view():
-            ctx.mark_dirty(output)  # so that operations in place may follow
-            return output
-        # No layer with a rule needs its output in the backward pass.
-        return _no_view(output) if ruled else output.view_as(output)
+        return output.detach() if alone else output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         saved = ctx.saved_tensors  # once: checkpointing does not give them a second time
         ctx.receive(saved, gradient)
         return None, None, None, gradient, *[None] * len(saved)
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    """The tensor whose memory it is: itself, unless it is a view."""
+    base = tensor._base
+    return tensor if base is None else base
 
 
 def _no_view(output: Tensor) -> Tensor:

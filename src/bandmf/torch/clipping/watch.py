@@ -13,6 +13,39 @@ from bandmf.torch.clipping.refusals import refuse_mixing, suspects
 from bandmf.torch.noise.shards import local
 
 
+class Turns:
+    """Counts the batches, and notices a backward pass that goes through an earlier one."""
+
+    def __init__(self) -> None:
+        self.batch = 0  # the number of the one at hand
+        self.late = False  # whether a backward pass went through an earlier one
+        self._first = 0  # autograd's number of the first node that can be of the one at hand
+
+    def next(self) -> None:
+        self.batch, self.late = self.batch + 1, False
+        with torch.enable_grad():
+            self._first = torch.empty(0, device="cpu", requires_grad=True).view(0).grad_fn._sequence_nr()  # type: ignore[union-attr]
+
+    @property
+    def own_batch(self) -> int:
+        """The number of the batch that a call of a layer is of; -1: of an earlier one.
+
+        In a backward pass checkpointing calls layers again, for a node that may be of an earlier batch. Such a pass is
+        noted whatever becomes of the call: a checkpoint inside of the checkpoint calls the layer without gradients
+        first, and its own node, for which the layer is called once more, is new.
+        """
+        node = torch._C._current_autograd_node()
+        if node is None or node._sequence_nr() >= self._first:
+            return self.batch
+        self.late = True
+        return -1
+
+    def arrive(self, batch: int) -> bool:
+        """In the backward pass of a call of that batch: whether it is the one at hand."""
+        self.late = self.late or batch != self.batch
+        return batch == self.batch
+
+
 class Watch:
     """Refuses buffers, parameters and modules that change while a batch is processed: changes would get no noise."""
 

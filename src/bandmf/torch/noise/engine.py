@@ -262,24 +262,28 @@ class Engine:
         tensors share the state's memory: save them before the next step, or load into them in place.
         """
         _refuse_unfinished(state)
-        history = {}
-        for name, part in state.parts.items():
-            vectors = part.global_view(state.history[name])
-            history[name] = vectors.clone() if copy else vectors
+        history = self.memory(state)
+        if copy:
+            history = {name: vectors.clone() for name, vectors in history.items()}
         return {"step": state.step, "provenance": state.provenance.dumps(), "history": history}
+
+    def memory(self, state: State) -> dict[str, torch.Tensor]:
+        """Where the history is, whatever it holds: to load into."""
+        return {name: part.global_view(state.history[name]) for name, part in state.parts.items()}
 
     def load_state_dict(self, state: State, saved: Mapping[str, Any]) -> State:
         """`state` (fresh from init) brought to where `saved` was; prepared sums are computed again.
 
         `saved` may hold this rank's parts, as state_dict gives them, or whole tensors of shape
-        (vectors, *global shape).
+        (vectors, *global shape). A history that was sealed cannot be used before `sealing.unseal`.
         """
         state.provenance.expect(Provenance.loads(saved["provenance"]), shapes=True)
         step = _check.whole("saved['step']", saved["step"], 0, self.schedule.steps, "steps")
         loaded = {name: _local_history(name, state, saved["history"][name]) for name in state.parts}
+        state.unfinished = True  # until the history is whole again
         for name, vectors in loaded.items():
             state.history[name].copy_(vectors)
-        state.step, state.refreshed, state.unfinished = step, -1, False
+        state.step, state.refreshed, state.unfinished = step, -1, "seal" in saved
         state.loads += 1
         return state
 

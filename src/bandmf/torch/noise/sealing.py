@@ -54,13 +54,14 @@ def sealed(state: State, key: Key, gather: Gather, salt: str) -> Iterator[dict[s
 def unseal(state: State, kept: dict[str, str], key: Key, gather: Gather) -> None:
     """Decrypt a history that was loaded as it was written, if not a bit of it was changed."""
     secret = _secret(key, state.step, kept.get("salt", ""))
+    state.unfinished = True  # until it is decrypted, what was loaded is no noise
     if not hmac.compare_digest(_tag(state, secret, gather), kept.get("tag", "")):
-        state.unfinished = True  # what was loaded is no noise
         raise _check.fail(
             "noise history", kept.get("tag"), "its tag does not fit: it was changed after it was written",
             "load another checkpoint",
         )  # fmt: skip
     _encrypt(state, secret)
+    state.unfinished = False
 
 
 def fresh_salt() -> str:

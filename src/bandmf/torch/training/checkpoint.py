@@ -192,7 +192,8 @@ def resume(private: Private, folder: Path) -> bool:
     else:
         # A copy begins a run of its own: weights and moments are a start like any other, noise and steps are new.
         stepper.abandon()
-        if stepper.steps_taken:
+        used = bool(stepper.steps_taken or stepper.noise.unfinished)
+        if any(ranks.gather(used)):  # on all ranks or on none: a step may have been interrupted on one
             stepper.noise = stepper.engine.init(stepper.parameters)
         _load_training(private, state, settings=False)
     return True
@@ -225,8 +226,7 @@ def _verify(private: Private, path: Path) -> bool:
 def _template(private: Private, metadata: Metadata) -> dict[str, Any]:
     """What to load a checkpoint into: the memory of the run where it has some, else as the checkpoint says."""
     stepper = private.stepper
-    stepper.noise.unfinished = False
-    history = stepper.engine.state_dict(stepper.noise, copy=False)["history"]
+    history = stepper.engine.memory(stepper.noise)  # even of a step that was interrupted: it is overwritten
     state: dict[str, Any] = {"model": get_model_state_dict(private.model), "noise": {"history": history}}
     state["optimizer"], state["random"] = {"state": {}}, {}
     parameters = optimizer_state.named(private.optimizer.original, private.model)
