@@ -19,8 +19,8 @@ from opacus.grad_sample.grad_sample_module import (
 from opacus.utils.module_utils import trainable_parameters
 from torch import Tensor, nn
 
-from bandmf.torch.clipping.contributions import wide
 from bandmf.torch.clipping.norms import roundoff, size
+from bandmf.torch.clipping.products import wide
 from bandmf.torch.clipping.protocol import Clipping, Parameters, clip_factors, clip_limit
 from bandmf.torch.clipping.refusals import UnsupportedError, used_elsewhere, wrong_rows
 
