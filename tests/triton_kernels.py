@@ -153,22 +153,59 @@ def check_scaled() -> None:
         assert torch.equal(found, (given * factors[:, None, None]).flatten(0, 1))
 
 
+def padded(examples: int, places: int, p: int, q: int, dice) -> tuple:
+    """Vectors of texts of several lengths: zeros on the left, anything on the right; some are zero in the middle."""
+    import torch
+
+    left, right = (torch.randn(examples, places, n, generator=dice) for n in (p, q))
+    for example in range(examples):
+        left[example, places - example * places // examples :] = 0
+        right[example, example] = 0
+    left[0, 3] = 0
+    left[0, 3, -1] = 1e-44  # not zero, though its square is
+    return left, right
+
+
+def check_live_places() -> None:
+    """As torch finds them, whatever is not finite included."""
+    import torch
+
+    from bandmf.torch.clipping import fused
+    from bandmf.torch.clipping.products import live_places
+
+    dice = torch.Generator().manual_seed(2)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        some = [padded(3, 45, p, 150, dice) for p in (7, 7)]
+        lefts, rights = ([pair[n].to(dtype) for pair in some] for n in (0, 1))
+        rights[0][2, 44, 149], rights[0][1, 44, 0], rights[1][2, 40, 3] = torch.nan, torch.inf, -torch.inf
+        lefts[1][2, 5] = -0.0
+        pairs = list(zip(lefts, rights, strict=True))
+        for found, pair in zip(fused.live([*pairs, padded(3, 20, 9, 8, dice)]), pairs, strict=False):
+            assert torch.equal(found, live_places(*pair))
+            assert 0 < int(found.sum()) < found.numel()
+
+
 def check_grams_and_totals() -> None:
     """The fused kernels of clipping; the interpreter's products are right in float32 only."""
     import torch
 
     from bandmf.torch.clipping import fused
     from bandmf.torch.clipping.contributions import Totals
-    from bandmf.torch.clipping.norms import gram
+    from bandmf.torch.clipping.norms.outers import gram
+    from bandmf.torch.clipping.products import live_places
 
     dice = torch.Generator().manual_seed(0)
-    for examples, places, p, q in ((2, 5, 7, 9), (1, 70, 33, 65)):
-        lefts, rights = ([torch.randn(examples, places, n, generator=dice) for _ in range(2)] for n in (p, q))
-        for found, left, right in zip(fused.gram_numbers(lefts, rights), lefts, rights, strict=True):
-            k, j = gram(left.double()), gram(right.double())
-            sums = [(k * j).sum((1, 2)), k.diagonal(0, 1, 2).sum(1), j.diagonal(0, 1, 2).sum(1)]
-            sums += [k.square().sum((1, 2)), j.square().sum((1, 2))]
-            torch.testing.assert_close(found.double(), torch.stack(sums, 1), rtol=1e-5, atol=0)
+    groups = [
+        [padded(2, *sizes, dice) for _ in range(2)] for sizes in ((5, 7, 9), (70, 33, 600), (70, 8, 32))
+    ]
+    pairs = [pair for group in groups for pair in group]
+    for found, (left, right) in zip(fused.gram_numbers(groups), pairs, strict=True):
+        live = live_places(left, right)
+        k, j = (gram(x.double().where(live[:, :, None], 0)) for x in (left, right))
+        sums = [(k * j).sum((1, 2)), k.diagonal(0, 1, 2).sum(1), j.diagonal(0, 1, 2).sum(1)]
+        sums += [k.square().sum((1, 2)), j.square().sum((1, 2)), live.sum(1)]
+        torch.testing.assert_close(found.double(), torch.stack(sums, 1), rtol=1e-5, atol=0)
+    for lefts, rights in ([*zip(*group, strict=True)] for group in groups[:2]):
         for inputs, centered in ((None, True), (rights, True), (rights, False)):
             found = fused.totals(lefts if inputs is None else rights, inputs, 1e-5, centered)
             for k, one in enumerate(found):
@@ -178,6 +215,7 @@ def check_grams_and_totals() -> None:
 
 
 CHECKS = {
+    "live places": check_live_places,
     "grams and totals": check_grams_and_totals,
     "fingerprints": check_fingerprints,
     "scaled": check_scaled,

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from bandmf.torch.clipping import make_clipping, norms, protocol
+from bandmf.torch.clipping.norms import rounding
 from one_at_a_time import MODES, empty_sums, flat, trained
 from private_loops import CLIP, Rows, outcome, plain, small_net, vectors, with_one_replaced
 
@@ -178,8 +179,8 @@ def without_slack(monkeypatch):
 
 
 def without_the_bound_of_rounding(monkeypatch):
-    monkeypatch.setattr(norms, "_inner_error", lambda vectors: 0.0)
-    monkeypatch.setattr(norms, "_sum_error", lambda vectors: 0.0)
+    monkeypatch.setattr(rounding, "inner_error", lambda vectors: 0.0)
+    monkeypatch.setattr(rounding, "sum_error", lambda vectors, terms: 0.0)
 
 
 def by_one_part_in_a_million(monkeypatch):

@@ -17,19 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
-from bandmf.torch.clipping.contributions import (
-    PORTION,
-    Contribution,
-    Outer,
-    Pack,
-    Totals,
-    by_gram,
-    fuses,
-    join,
-    settle,
-)
+from bandmf.torch.clipping.contributions import Contribution, Outer, Pack, Totals, join, settle
 from bandmf.torch.clipping.layers import layers_of
 from bandmf.torch.clipping.norms import Terms, squares_apart, total_squares
+from bandmf.torch.clipping.products import PORTION, fuses
 from bandmf.torch.clipping.protocol import Clipping, Parameters, clip_factors, clip_limit
 from bandmf.torch.clipping.recording import Recorder, replace_forward, restore_forward
 from bandmf.torch.clipping.refusals import UnsupportedError, late_backward, used_elsewhere, wrong_rows
@@ -117,7 +108,9 @@ class Bookkeeping:
             raise RuntimeError(
                 "no gradients were recorded: call loss.backward() on this batch before optimizer.step()"
             )
-        return _pack({name: join(several) for name, several in sorted(settle(terms).items())})
+        joined = {name: join(several) for name, several in sorted(settle(terms).items())}
+        _count_places(joined)
+        return _pack(joined)
 
     def _check_shape(self, name: str, contribution: Contribution | Totals, rows: int) -> None:
         """For rules of the user's own."""
@@ -175,6 +168,28 @@ class Bookkeeping:
             restore_forward(layer)
 
 
+def _count_places(terms: Terms) -> None:
+    """Of all Outers that have to know, with one transfer from the GPU."""
+    long = [
+        term
+        for several in terms.values()
+        for term in several
+        if isinstance(term, Outer) and _fuses(term) and not term.is_short
+    ]
+    for device in {outer.device for outer in long}:
+        from bandmf.torch.clipping import fused
+
+        here = [outer for outer in long if outer.device == device]
+        live = fused.live([(outer.left, outer.right) for outer in here])
+        counts = torch.stack([places.sum(1) for places in live]).tolist()
+        for outer, places, count in zip(here, live, counts, strict=True):
+            outer.remember(live=places, counts=count)
+
+
+def _fuses(outer: Outer) -> bool:
+    return fuses(outer.left) and outer.left.dtype in (torch.float32, torch.bfloat16)
+
+
 def _pack(terms: Terms) -> tuple[list[Pack], Terms]:
     alike: dict[Any, dict[str, Tensor]] = {}
     rest: Terms = {}
@@ -209,7 +224,7 @@ def _add_outers(outers: Sequence[tuple[Outer, Tensor]], factors: Tensor, scale: 
     """`add_to` of many with the same factors, to the totals beside them."""
     alike: dict[Any, list[tuple[Outer, Tensor]]] = {}
     for outer, total in outers:
-        if by_gram(outer) and fuses(outer.left) and outer.left.dtype in (torch.float32, torch.bfloat16):
+        if outer.is_short and _fuses(outer):
             alike.setdefault((outer.smaller.shape, outer.smaller.dtype), []).append((outer, total))
         else:
             outer.add_to(total, factors, scale)

@@ -7,29 +7,42 @@ A rule (rules.py) describes the gradient of one parameter, for every example of 
 - `Patches(input, gradient, layer)`: a convolution, which is an `Outer` of unfolded patches, in portions;
 - a tensor (examples, *shape of the parameter): the gradients themselves.
 
-Norm (norms.py) and sum (here) come from the same tensors, so what an example adds is bounded whatever they hold.
+Norm (norms/) and sum (here) come from the same tensors, so what an example adds is bounded whatever they hold.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib.util import find_spec
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-PORTION = 1 << 25  # numbers that are written out at a time, where gradients must be
-IN_CACHE = 1 << 20  # the same where they pass through the cache of a CPU
+from bandmf.torch.clipping.products import (
+    IN_CACHE,
+    PORTION,
+    add_product,
+    exact,
+    fuses,
+    in_places,
+    in_rows,
+    live_places,
+    product,
+    times,
+    wide,
+)
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which numbers of this one are added up."""
-    return torch.promote_types(dtype, torch.float32)
+@dataclass(frozen=True)
+class Group:
+    """Some examples of an Outer, whose norms are found in one way."""
+
+    examples: Tensor | slice
+    outer: Outer
+    by_gram: bool  # from inner products of all pairs of places; otherwise by writing the matrix out
 
 
 @dataclass(frozen=True)
@@ -43,8 +56,8 @@ class Outer:
         if self.left.ndim == self.right.ndim == 3 and self.left.dtype == self.right.dtype:
             return
         common = torch.promote_types(self.left.dtype, self.right.dtype)
-        object.__setattr__(self, "left", _three(self.left).to(common))
-        object.__setattr__(self, "right", _three(self.right).to(common))
+        object.__setattr__(self, "left", in_places(self.left).to(common))
+        object.__setattr__(self, "right", in_places(self.right).to(common))
 
     @property
     def device(self) -> torch.device:
@@ -57,20 +70,74 @@ class Outer:
     def of(self, examples: Tensor | slice) -> Outer:
         return Outer(self.left[examples], self.right[examples])
 
+    @cached_property
+    def live(self) -> Tensor:
+        """(examples, T): the places that add anything."""
+        return live_places(self.left, self.right)
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """How many places of each example are live."""
+        return self.live.sum(1).tolist()
+
+    def remember(self, **known: Any) -> None:
+        """`live` or `counts`, which somebody knows already."""
+        vars(self).update(known)
+
+    @property
+    def few(self) -> int:
+        """For as many places, inner products of all pairs take no more operations than the matrix."""
+        p, q = self.left.shape[2], self.right.shape[2]
+        return p * q // (p + q)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether no example can have more than few places."""
+        return self.left.shape[1] <= self.few
+
+    def groups(self) -> list[Group]:
+        """The examples by the number of their own live places, which decides how they are counted and added.
+
+        In low precision the two ways differ by percents. Were T to decide, one long text in the batch would change what
+        all others contribute.
+        """
+        everybody = slice(None)
+        if self.is_short:
+            return [Group(everybody, self, True)]
+        short = [n for n, count in enumerate(self.counts) if count <= self.few]
+        if not short:
+            return [Group(everybody, self, False)]
+        which = torch.tensor(short, device=self.device)
+        # One place would be counted more exactly than several are with TF32: by nobody's padding.
+        compact = self._compact(which, max(2, *(self.counts[n] for n in short)))
+        if len(short) == self.examples:
+            return [Group(everybody, compact, True)]
+        rest = torch.tensor(sorted(set(range(self.examples)) - set(short)), device=self.device)
+        return [Group(which, compact, True), Group(rest, self.of(rest), False)]
+
+    def _compact(self, examples: Tensor, most: int) -> Outer:
+        """These examples, with all of their live places and as many dead ones as must fill up."""
+        order = self.live[examples].byte().argsort(dim=1, descending=True, stable=True)
+        rows = (examples[:, None] * self.left.shape[1] + order[:, :most]).flatten()
+        left, right = (x.flatten(0, 1)[rows] for x in (self.left, self.right))
+        return Outer(left.unflatten(0, (len(examples), -1)), right.unflatten(0, (len(examples), -1)))
+
     def add_to(self, total: Tensor, factors: Tensor, scale: float) -> None:
         """Add scale times the sum over the examples of factor times gradient."""
         total = total.view(self.left.shape[2], -1)
-        if not by_gram(self):
-            self._add_exactly(total, factors, scale)
-            return
+        for group in self.groups():
+            add = group.outer._add_rounded if group.by_gram else group.outer._add_exactly
+            add(total, factors[group.examples], scale)
+
+    def _add_rounded(self, total: Tensor, factors: Tensor, scale: float) -> None:
         left, right = self.left, self.right
         if left.dtype == torch.float16:  # small factors would leave its range
             left, right = left.float(), right.float()
         if self.scales_left:
-            left = _times(left, factors)
+            left = times(left, factors)
         else:
-            right = _times(right, factors)
-        _add_product(total, left.flatten(0, 1), right.flatten(0, 1), scale)
+            right = times(right, factors)
+        add_product(total, left.flatten(0, 1), right.flatten(0, 1), scale)
 
     @property
     def smaller(self) -> Tensor:
@@ -81,21 +148,21 @@ class Outer:
         """The same as `add_to`, given factors times `smaller`."""
         total = total.view(self.left.shape[2], -1)
         if self.scales_left:
-            _add_product(total, scaled, self.right.flatten(0, 1), scale)
+            add_product(total, scaled, self.right.flatten(0, 1), scale)
         else:
-            _add_product(total, self.left.flatten(0, 1), scaled, scale)
+            add_product(total, self.left.flatten(0, 1), scaled, scale)
 
     def _add_exactly(self, total: Tensor, factors: Tensor, scale: float) -> None:
         """For sums over many places, whose rounding errors cannot be bounded well: they are made small instead."""
-        left = _times(self.left.to(wide(self.left.dtype)), factors).flatten(0, 1)
+        left = times(self.left.to(wide(self.left.dtype)), factors).flatten(0, 1)
         right = self.right.flatten(0, 1)
         with exact():
             if right.dtype == torch.bfloat16 and right.is_cuda:  # in two parts, both for the fast units
                 high = left.to(right.dtype)
-                _add_product(total, high, right, scale)
-                _add_product(total, (left - high).to(right.dtype), right, scale)
+                add_product(total, high, right, scale)
+                add_product(total, (left - high).to(right.dtype), right, scale)
             else:
-                _add_product(total, left, right.to(left.dtype), scale)
+                add_product(total, left, right.to(left.dtype), scale)
 
     @property
     def scales_left(self) -> bool:
@@ -159,7 +226,10 @@ class Patches:
 
     def outer(self) -> Outer:
         patches = unfold(self.input, self.layer, self.gradient.shape[2:])
-        return Outer(self.gradient.flatten(2).mT, patches.flatten(3).flatten(1, 2).mT)
+        outer = Outer(self.gradient.flatten(2).mT, patches.flatten(3).flatten(1, 2).mT)
+        if self.gradient.ndim > 3:  # images of a batch are of one size; texts are padded
+            outer.remember(counts=[outer.left.shape[1]] * self.examples)
+        return outer
 
     def portions(self) -> Iterator[tuple[slice, Outer]]:
         """Some examples at a time, since patches take several times the memory of the input."""
@@ -262,16 +332,6 @@ def _totals(same: list[Totals]) -> Sequence[Tensor]:
     return fused.totals([each.gradient for each in same], inputs, same[0].epsilon, same[0].centered).unbind()
 
 
-def fuses(tensor: Tensor) -> bool:
-    """Whether many layers are served by one Triton kernel."""
-    return tensor.is_cuda and _has_triton()
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
-
-
 def join(contributions: list[Contribution]) -> list[Contribution]:
     """The same gradient in as few terms as possible: one of each kind."""
     if len(contributions) == 1:
@@ -329,68 +389,3 @@ class Pack:
         totals = [sums[name] for name in self.names]
         added = [piece.view_as(t).to(t.dtype) for piece, t in zip(pieces, totals, strict=True)]
         torch._foreach_add_(totals, added)
-
-
-def by_gram(outer: Outer) -> bool:
-    """Whether the norm is found from inner products of all pairs; otherwise by writing the matrix out."""
-    times, p, q = outer.left.shape[1], outer.left.shape[2], outer.right.shape[2]
-    return times * (p + q) <= p * q
-
-
-@contextlib.contextmanager
-def exact() -> Iterator[None]:
-    """Float32 products without TF32: for what is added up over many places, where its error would count."""
-    before = torch.get_float32_matmul_precision()
-    if before == "highest" and not (torch.backends.cudnn.allow_tf32 and torch.cuda.is_available()):
-        yield
-        return
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.backends.cudnn.flags(allow_tf32=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def product(left: Tensor, right: Tensor) -> Tensor:
-    """A batched product in float32 or better: products of half-precision numbers are exact there."""
-    dtype = wide(left.dtype)
-    if left.dtype != dtype and left.is_cuda:
-        return torch.bmm(left, right, out_dtype=dtype)
-    if _thin(left, right):
-        return torch.bmm(left.double(), right.double()).to(dtype)
-    return torch.bmm(left.to(dtype), right.to(dtype))
-
-
-def _thin(left: Tensor, right: Tensor) -> bool:
-    """Where the CPU adds one by one, and 10^4 equal numbers lose the fourth digit: long sums for few results."""
-    return left.is_cpu and min(left.shape[-2], right.shape[-1]) < 16 and left.shape[-1] > 64
-
-
-def in_rows(gradients: Tensor) -> Tensor:
-    """(examples, numbers); a parameter that is one number has one."""
-    return gradients.reshape(len(gradients), -1) if gradients.ndim < 2 else gradients.flatten(1)
-
-
-def _times(vectors: Tensor, factors: Tensor) -> Tensor:
-    """In the dtype of the vectors, rounded once; `norms` allows for it."""
-    return torch.mul(vectors, factors[:, None, None], out=torch.empty_like(vectors))
-
-
-def _three(tensor: Tensor) -> Tensor:
-    """(examples, T, features): whatever is between the first and the last dimension counts as T."""
-    if tensor.ndim == 2:
-        return tensor[:, None]
-    return tensor if tensor.ndim == 3 else tensor.flatten(1, -2)
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
-    """total += scale * left' right, added up in the dtype of `total`."""
-    if left.dtype == torch.float64 or _thin(left.T, right):
-        total.add_((left.T.double() @ right.double()).to(total.dtype), alpha=scale)
-    elif left.dtype == total.dtype:
-        total.addmm_(left.T, right, alpha=scale)
-    elif left.is_cuda:  # exact products of half-precision numbers, added up in float32
-        torch.addmm(total, left.T, right, alpha=scale, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(left.T.to(total.dtype), right.to(total.dtype), alpha=scale)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import functional_call, grad, vjp, vmap
 from torch.utils import _pytree as pytree
 
-from bandmf.torch.clipping.contributions import wide
+from bandmf.torch.clipping.products import wide
 from bandmf.torch.clipping.refusals import UnsupportedError
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from opacus.utils.module_utils import trainable_parameters
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from bandmf.torch.clipping.contributions import wide
 from bandmf.torch.clipping.norms import roundoff, size
+from bandmf.torch.clipping.products import wide
 from bandmf.torch.clipping.protocol import Clipping, Parameters, clip_factors, clip_limit
 from bandmf.torch.clipping.refusals import UnsupportedError, late_backward, used_elsewhere, wrong_rows
 from bandmf.torch.clipping.watch import Turns

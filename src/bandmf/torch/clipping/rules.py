@@ -29,13 +29,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bandmf.torch.clipping.contributions import Contribution, Outer, Patches, Rows, Totals, wide
+from bandmf.torch.clipping.contributions import Contribution, Outer, Patches, Rows, Totals
+from bandmf.torch.clipping.products import wide
 
 Described = dict[str, Contribution | Totals]
 Rule = Callable[[Any, Tensor, Tensor], Described]
 
 _RULES: dict[type[nn.Module], Rule] = {}
-_SMALL = 1 << 22  # numbers; gradients of convolutions that are no more are written out for the sum too
+_SMALL = 1 << 16  # numbers; gradients of convolutions that are no more are written out for the sum too
 
 
 def rule(*kinds: type[nn.Module]) -> Callable[[Rule], Rule]:
@@ -99,9 +100,15 @@ def convolution(layer: Any, a: Tensor, g: Tensor) -> Described:
     weight: Contribution = patches
     if layer.groups > 1:
         weight = grouped(patches, shape)
-    elif len(a) * shape.numel() <= max(a.numel() + g.numel(), _SMALL):
+    elif shape.numel() <= _most_written(a, g):
         weight = patches.write_out(shape)
     return {"weight": weight, **_bias(layer, g.flatten(2).sum(2, dtype=wide(g.dtype)))}
+
+
+def _most_written(a: Tensor, g: Tensor) -> int:
+    """Neither how many examples a batch has decides it nor how far texts are padded: what is written out is rounded
+    otherwise. Images of a batch are of one size."""
+    return 4 * _SMALL if a.ndim == 3 else max(_SMALL, a[0].numel() + g[0].numel())
 
 
 def grouped(patches: Patches, shape: torch.Size) -> Tensor:
