@@ -16,6 +16,7 @@ from bandmf.accounting.bins import Certificate, NotCertifiedError, estimate, gra
 from bandmf.participation import FixedEpochs
 from bandmf.planning.plan_file import digest
 from bandmf.planning.setup import whole_cycle
+from bandmf.planning.sweep import sweep
 from bandmf.randomness.key import Key
 from bandmf.sampling import BallsInBins, sampler
 
@@ -62,6 +63,14 @@ def test_all_candidates_are_shown_with_what_their_noise_keeps(plan):
 def test_the_same_call_gives_the_same_plan_so_that_a_script_can_be_restarted(plan):
     assert bandmf.plan(**SMALL) == plan
     assert bandmf.plan(**{**SMALL, "epsilon": 7.0}) != plan
+
+
+def test_processes_that_plan_at_the_same_time_get_the_same_plan(monkeypatch, tmp_path):
+    """As under torchrun: each would otherwise draw samples of its own."""
+    monkeypatch.setenv("BANDMF_CACHE", str(tmp_path))
+    budget = {**SMALL, "steps": 40, "mechanism": "banded-inverse", "inverse_bands": 3}
+    first, second = sweep([budget, budget], jobs=2)
+    assert first == second
 
 
 def test_the_same_call_elsewhere_gives_another_certificate(plan, monkeypatch, tmp_path):

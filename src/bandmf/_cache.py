@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,37 @@ def remember(kind: str, question: dict[str, Any], answer: Any) -> None:
         write_whole(path, json.dumps(entry).encode())
     except OSError:
         pass
+
+
+def once(kind: str, question: dict[str, Any], compute: Callable[[], Any]) -> Any:
+    """What was kept, or what `compute` gives, which is then kept. Of several processes one computes; others wait."""
+    answer = recall(kind, question)
+    if answer is not None:
+        return answer
+    with _alone(_path(kind, json.dumps(question, sort_keys=True))):
+        answer = recall(kind, question)
+        if answer is None:
+            answer = compute()
+            remember(kind, question, answer)
+    return answer
+
+
+@contextmanager
+def _alone(path: Path | None) -> Iterator[None]:
+    """No other process is here with the same path; without a cache, or locks, it may be."""
+    try:
+        import fcntl
+
+        if path is None:
+            raise OSError
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = open(path.with_suffix(".lock"), "w")  # noqa: SIM115 (closed below)
+    except (ImportError, OSError):
+        yield
+        return
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _path(kind: str, text: str) -> Path | None:

@@ -86,6 +86,32 @@ def mechanisms(epsilons: tuple[float, ...], curves: dict[str, list[float]], titl
     return figure
 
 
+def memory(curves: dict[str, list[tuple[int, float]]], title: str) -> Figure:
+    """RMSE against the vectors that the noise keeps: none at the left, then on a log scale."""
+    figure, (axis,) = panels(1, width=7.5, height=4.4)
+    none = 0.5  # where "none" is drawn
+    for name, points in curves.items():
+        vectors, errors = zip(*points, strict=True)
+        places = [max(count, none) for count in vectors]
+        axis.loglog(places, errors, marker="o", markersize=4, label=name)
+    most = max(count for points in curves.values() for count, _ in points)
+    ticks = [none, *(4**i for i in range(12) if 4**i <= most)]
+    axis.set_xticks(ticks, ["none", *(f"{tick:g}" for tick in ticks[1:])])
+    axis.set_xticks([], minor=True)
+    every = [error for points in curves.values() for _, error in points]
+    lowest, highest = min(every), max(every)
+    marks = [
+        mark
+        for mark in (1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 70, 100, 150, 200)
+        if lowest / 1.3 <= mark <= highest
+    ]
+    axis.set_yticks(marks, [f"{mark:g}" for mark in marks])
+    axis.set_yticks([], minor=True)
+    axis.set(xlabel="vectors of the model's size that the noise keeps", ylabel="RMSE", title=title)
+    axis.legend(frameon=False, fontsize=9)
+    return figure
+
+
 def best_bands(epochs: list[int], epsilons: list[float], bands: list[list[int]], title: str) -> Figure:
     """The map of best bands over epochs (columns) and epsilon (rows)."""
     figure, (axis,) = panels(1, width=6.4, height=4.2)

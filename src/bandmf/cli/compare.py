@@ -12,7 +12,7 @@ from rich.table import Table
 
 from bandmf import plots
 from bandmf.cli import show
-from bandmf.planning.compare import Comparison, compare
+from bandmf.planning.compare import Comparison, against_memory, compare
 from bandmf.planning.planner import plan
 
 _EXAMPLE = "Example: bandmf compare --steps 2048 --epochs 8 --epsilon 4 --delta 1e-8 --plot compare.png"
@@ -30,13 +30,16 @@ def compare_command(
     map: Annotated[
         Path | None, typer.Option(help="Draw the best bands over epochs and epsilon (takes minutes).")
     ] = None,
+    memory: Annotated[
+        Path | None, typer.Option(help="Draw RMSE against the vectors that noise keeps (takes a minute).")
+    ] = None,
     mechanisms: Annotated[
         bool, typer.Option("--mechanisms", help="List all mechanisms and their measured properties.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     if mechanisms:
-        given = {"steps": steps, "epochs": epochs, "delta": delta, "plot": plot, "map": map}
+        given = {"steps": steps, "epochs": epochs, "delta": delta, "plot": plot, "map": map, "memory": memory}
         show.refuse_options(
             {name: value for name, value in given.items() if value is not None}, "with --mechanisms"
         )
@@ -48,6 +51,10 @@ def compare_command(
         table = compare(epsilon=epsilon, delta=delta, steps=steps, epochs=epochs, progress=line.update)
         if plot is not None:
             _plot(steps, epochs, delta, plot, line)
+        if memory is not None:
+            curves = against_memory(epsilon, delta, steps, epochs, line.update)
+            title = f"{steps} steps, {epochs} epochs, epsilon={epsilon:g}, delta={delta:g}"
+            plots.save(plots.memory(curves, title), memory)
         if map is not None:
             _map(steps, delta, map, line)
     if json:
@@ -87,11 +94,11 @@ def _print_properties(as_json: bool) -> None:
 def _print(rows: list[Comparison], title: str) -> None:
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
     table.add_column("mechanism", no_wrap=True)
-    for name in ("RMSE", "ratio", "sigma", "bands", "sampled"):
+    for name in ("RMSE", "ratio", "sigma", "bands", "vectors", "sampled"):
         table.add_column(name, justify="right")
     for row in rows:
         numbers = (f"{row.rmse:.5g}", f"{row.ratio:.3f}x", f"{row.noise_multiplier:.4f}", str(row.bands))
-        table.add_row(row.mechanism, *numbers, "yes" if row.amplified else "no")
+        table.add_row(row.mechanism, *numbers, str(row.vectors), "yes" if row.amplified else "no")
     show.console.print(table)
 
 

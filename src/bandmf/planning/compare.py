@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from inspect import signature
+from typing import Any, NamedTuple
 
 from bandmf import _check, accounting, optimize, strategies
 from bandmf.error import rmse
+from bandmf.noise.schedule import vectors_held
 from bandmf.participation import MinSeparation
+from bandmf.planning import bins
 from bandmf.planning.candidates import normalization
-from bandmf.planning.planner import plan
+from bandmf.planning.found import Found
+from bandmf.planning.planner import MOST_BINS, plan
+from bandmf.planning.request import checked_request
 from bandmf.strategies import Strategy
 
 _BATCH = 1024  # only the ratio of examples to batch size matters here
@@ -26,6 +31,7 @@ class Comparison(NamedTuple):
     amplified: bool
     noise_multiplier: float
     bands: int
+    vectors: int  # of the model's size, that its noise keeps on the CPU
 
 
 def compare(
@@ -39,31 +45,31 @@ def compare(
     """All mechanisms at the same budget on the prefix workload, best first.
 
     Amplified ones sample batches at random; for the others an example comes once in each of `epochs` epochs,
-    at least steps / epochs apart.
+    at least steps / epochs apart. The noise of balls-in-bins is estimated here, not certified: `bandmf.plan` does that.
 
     >>> table = compare(epsilon=8, delta=1e-6, steps=64, epochs=2)
     >>> table[0].mechanism, table[0].ratio
-    ('BandMF', 1.0)
+    ('BLT in bins', 1.0)
     """
     steps = _check.whole("steps", steps)
     epochs = _check.whole("epochs", epochs, 1, steps, f"steps={steps}")
     found = []
-    for name, amplified, sigma, error, bands in _mechanisms(epsilon, delta, steps, epochs):
-        found.append((sigma * error, name, amplified, sigma, bands))
+    for name, amplified, sigma, error, strategy in _mechanisms(epsilon, delta, steps, epochs):
+        found.append((sigma * error, name, amplified, sigma, strategy))
         if progress is not None:
             progress(name)
     found.sort(key=lambda row: row[0])
     best = found[0][0]
     return [
-        Comparison(name, error, error / best, amplified, sigma, bands)
-        for error, name, amplified, sigma, bands in found
+        Comparison(name, error, error / best, amplified, sigma, strategy.bands, vectors_held(strategy, "cpu"))
+        for error, name, amplified, sigma, strategy in found
     ]
 
 
 def _mechanisms(
     epsilon: float, delta: float, steps: int, epochs: int
-) -> Iterator[tuple[str, bool, float, float, int]]:
-    """(name, amplified, noise multiplier, error, bands) of each mechanism."""
+) -> Iterator[tuple[str, bool, float, float, Strategy]]:
+    """(name, amplified, noise multiplier, error, strategy) of each mechanism."""
     examples = math.ceil(steps * _BATCH / epochs)
     best = plan(
         epsilon=epsilon,
@@ -73,19 +79,63 @@ def _mechanisms(
         steps=steps,
         sampling="cyclic-poisson",
     )
-    yield "BandMF", True, best.noise_multiplier, best.error, best.bands
+    yield "BandMF", True, best.noise_multiplier, best.error, best.strategy
     for candidate in best.candidates:
         if candidate.bands == 1:
             sigma = candidate.noise_multiplier
-            yield "DP-SGD", True, sigma, candidate.rmse / sigma, 1
+            yield "DP-SGD", True, sigma, candidate.rmse / sigma, strategies.Identity(steps)
     if best.bands > 1:
         root = strategies.banded_square_root(steps, best.bands)
-        yield "Banded square root", True, best.noise_multiplier, rmse(root), best.bands
+        yield "Banded square root", True, best.noise_multiplier, rmse(root), root
+    for name, found in in_bins(epsilon, delta, steps, epochs).items():
+        sigma = found.candidate.noise_multiplier
+        yield f"{name} in bins", True, sigma, found.candidate.rmse / sigma, found.strategy
     participation = MinSeparation(epochs, steps // epochs)
     sigma = accounting.noise_multiplier(epsilon, delta, 1.0, 1)
     for name, make in unamplified_strategies(steps, epochs, participation).items():
         strategy = make()
-        yield name, False, sigma, rmse(strategy, participation=participation), strategy.bands
+        yield name, False, sigma, rmse(strategy, participation=participation), strategy
+
+
+def in_bins(epsilon: float, delta: float, steps: int, epochs: int, **options: Any) -> dict[str, Found]:
+    """What balls-in-bins has to offer, by estimates; nothing where an epoch has too many steps for a comparison."""
+    if -(-steps // epochs) > MOST_BINS:
+        return {}
+    setting: dict[str, Any] = dict.fromkeys(signature(checked_request).parameters)
+    setting |= {"epsilon": epsilon, "delta": delta, "steps": steps, "batch_size": _BATCH, "devices": 1}
+    setting |= {
+        "examples": math.ceil(steps / epochs) * _BATCH,
+        "adjacency": "add-remove",
+        "mechanism": "auto",
+    }
+    request = checked_request(**(setting | {"sampling": "balls-in-bins"} | options))
+    names = {"blt": "BLT", "banded-inverse": "Banded inverse", "banded": "BandMF"}
+    return {names[found.candidate.mechanism]: found for found in bins.search(request, None)}
+
+
+def against_memory(
+    epsilon: float, delta: float, steps: int, epochs: int, progress: Callable[[str], None] | None = None
+) -> dict[str, list[tuple[int, float]]]:
+    """(vectors that the noise keeps, RMSE) for mechanisms of several sizes, by name."""
+    examples = math.ceil(steps * _BATCH / epochs)
+    budget: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "examples": examples, "steps": steps}
+    tell = progress or (lambda text: None)
+    tell("cyclic Poisson sampling")
+    cyclic = plan(**budget, batch_size=_BATCH, sampling="cyclic-poisson")
+    curves = {"BandMF (cyclic Poisson)": [(c.bands - 1, c.rmse) for c in cyclic.candidates]}
+    sizes = {
+        "banded-inverse": ("Banded inverse in bins", ({"inverse_bands": p} for p in (2, 4, 8, 16))),
+        "blt": ("BLT in bins", ({},)),
+        "banded": ("BandMF in bins", ({"bands": b} for b in (4, 8, 16, 32, 64, 128) if b <= steps // epochs)),
+    }
+    for mechanism, (name, options) in sizes.items():
+        for each in options:
+            tell(f"{name} {each}")
+            (found,) = in_bins(epsilon, delta, steps, epochs, mechanism=mechanism, **each).values()
+            curves.setdefault(name, []).append((found.candidate.vectors or 0, found.candidate.rmse))
+    for name, points in curves.items():
+        curves[name] = sorted(points)
+    return curves
 
 
 def unamplified_strategies(

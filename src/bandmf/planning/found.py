@@ -49,14 +49,16 @@ def found(request: Request, strategy: Strategy, sigma: float) -> Found:
 def searched(request: Request, family: str, size: int, search: Callable[[], tuple[Strategy, float]]) -> Found:
     """What an earlier search for the same found, or this one: a strategy and its estimated noise."""
     question = _question(request, family, size)
-    known = None if question is None else _cache.recall("plans", question)
-    if known is not None:
-        arrays = {name: np.array(value) for name, value in known["strategy"].items()}
-        return found(request, from_arrays(arrays, "cache"), float(known["sigma"]))
-    strategy, sigma = search()
-    if question is not None:
-        _cache.remember("plans", question, {"strategy": _plain(strategy), "sigma": sigma})
-    return found(request, strategy, sigma)
+    if question is None:
+        return found(request, *search())
+
+    def compute() -> dict[str, Any]:
+        strategy, sigma = search()
+        return {"strategy": _plain(strategy), "sigma": sigma}
+
+    kept = _cache.once("plans", question, compute)
+    arrays = {name: np.array(value) for name, value in kept["strategy"].items()}
+    return found(request, from_arrays(arrays, "cache"), float(kept["sigma"]))
 
 
 def certified(
@@ -65,13 +67,14 @@ def certified(
     """The strategy with noise that a certificate speaks for: an earlier one for the same, or a new one."""
     digest = hashlib.sha256(json.dumps(_plain(strategy), sort_keys=True).encode()).hexdigest()
     question = {"certificate of": digest, "seconds": seconds, **_budget(request)}
-    known = _cache.recall("plans", question)
-    if known is not None:
-        certificate = CERTIFICATES[str(request.sampling)].from_dict(known)
-    else:
+
+    def compute() -> dict[str, Any]:
         certificate = calibrate()
         remember(certificate, subject(certificate, strategy))
-        _cache.remember("plans", question, certificate.to_dict())
+        return certificate.to_dict()
+
+    kept = _cache.once("plans", question, compute)
+    certificate = CERTIFICATES[str(request.sampling)].from_dict(kept)
     return found(request, strategy, certificate.sigma), certificate
 
 

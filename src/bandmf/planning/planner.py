@@ -20,7 +20,7 @@ from bandmf.planning.setup import no_bins, whole_cycle
 from bandmf.strategies import Strategy
 from bandmf.workloads import Workload
 
-_MOST_BINS = 2048  # steps an epoch for which bins are considered unasked: estimates take half a minute there
+MOST_BINS = 2048  # steps an epoch for which bins are considered unasked: estimates take half a minute there
 
 
 def plan(
@@ -207,7 +207,7 @@ def _obstacle(request: Request) -> str:
         return obstacle
     assert request.examples is not None
     cycle = whole_cycle(request.examples, request.batch_size)
-    if cycle > _MOST_BINS:
+    if cycle > MOST_BINS:
         return f"takes long to account for {cycle} steps an epoch: ask for it by sampling='balls-in-bins'"
     return ""
 

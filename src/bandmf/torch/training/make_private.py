@@ -90,6 +90,7 @@ def make_private(
     clip_norm = _check.real("clip_norm", clip_norm, 0, open_low=True)
     parameters = _protected(model, optimizer)
     ranks = Ranks(parameters.values())
+    plan = ranks.same_plan(plan)
     _check_memory(plan, parameters, ranks)
     folder = None if run_folder is None else Path(run_folder)
     opened = Opened(folder, key, moved, ranks)

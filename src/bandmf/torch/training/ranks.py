@@ -12,8 +12,14 @@ from torch.distributed.tensor import DTensor
 
 from bandmf import _check
 from bandmf.ledger import check_process
+from bandmf.planning import Plan
 from bandmf.randomness.key import Key
 from bandmf.torch.noise.shards import broadcast_key
+
+_ASKED = (
+    *("steps", "batch_size", "examples", "epsilon", "delta", "adjacency", "sampling", "mechanism", "bands"),
+    *("cycle", "separation", "max_batch_size", "parameters", "memory_limit", "devices", "device"),
+)  # of a plan: what two that differ in their certificates alone have in common
 
 
 class Ranks:
@@ -39,6 +45,18 @@ class Ranks:
         if self.world > 1:
             return broadcast_key(key)
         return Key() if key is None else key
+
+    def same_plan(self, plan: Plan) -> Plan:
+        """The plan of all ranks; where each made one for the same, and certified it with its own samples, rank 0's."""
+        if len(set(self.gather(plan.digest))) == 1:
+            return plan
+        asked = self.gather([getattr(plan, name) for name in _ASKED])
+        if any(each != asked[0] for each in asked):
+            raise ValueError(
+                "plan: the ranks have different plans; make one, save it by plan.save(path), and let every rank load it"
+            )
+        first: Plan = self.on_first(lambda: plan)
+        return first
 
     def start_equal(self, model: torch.nn.Module) -> None:
         """Give all replicas the weights and buffers of rank 0, as DDP does."""
