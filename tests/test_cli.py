@@ -161,14 +161,16 @@ def test_nonsense_among_the_learning_rates_gets_one_sentence():
         assert "must be numbers above zero, separated by commas" in str(found.exception) + found.output
 
 
-def test_train_compares_both_mechanisms(tmp_path):
+@pytest.mark.parametrize("epochs", ["0.5", "1"])
+def test_train_compares_the_mechanisms(tmp_path, epochs):
     found = json.loads(
         run(
-            *("train", "--dataset", "digits", "--epochs", "0.5", "--batch-size", "64", "--seeds", "1"),
+            *("train", "--dataset", "digits", "--epochs", epochs, "--batch-size", "64", "--seeds", "1"),
             *("--learning-rates", "0.25", "--plot", str(tmp_path / "t.png"), "--json"),
         )
     )
-    assert [row["mechanism"] for row in found["runs"]] == ["DP-SGD", "BandMF"]
+    names = ["DP-SGD", "BandMF", "bins"] if epochs == "1" else ["DP-SGD", "BandMF"]
+    assert [row["mechanism"] for row in found["runs"]] == names
     assert (tmp_path / "t.png").stat().st_size > 5_000
 
 

@@ -331,10 +331,11 @@ def test_the_sampler_of_the_plan_draws_each_example_once_an_epoch(plan):
 
 
 @pytest.mark.parametrize(
-    ("examples", "batch_size", "cycle"), [(60_000, 256, 235), (1_000, 50, 20), (7, 3, 3), (10, 0.1, 100)]
+    ("examples", "batch_size", "steps", "cycle"),
+    [(60_000, 256, 938, 235), (1_000, 50, 80, 20), (7, 3, 9, 3), (10, 0.1, 100, 100), (1_247, 64, 19, 19)],
 )
-def test_a_cycle_is_an_epoch_rounded_up(examples, batch_size, cycle):
-    assert whole_cycle(examples, batch_size) == cycle
+def test_a_cycle_is_an_epoch_rounded_up_or_the_only_epoch(examples, batch_size, steps, cycle):
+    assert whole_cycle(examples, batch_size, steps) == cycle
 
 
 def test_the_divisor_is_the_expected_size_of_a_bin():

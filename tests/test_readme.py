@@ -55,6 +55,11 @@ def test_the_page_on_plans_runs():
     assert names["plan"].epsilon == 8  # the last one, for federated training
 
 
+def test_the_page_on_bins_runs(capsys):
+    run("docs/balls-in-bins.md")
+    assert capsys.readouterr().out.startswith("balls-in-bins blt 4\nballs-in-bins, certified: ")
+
+
 def test_the_page_on_strategies_runs(capsys):
     run("docs/strategies.md")
     found = float(capsys.readouterr().out)
@@ -71,5 +76,5 @@ def test_the_page_on_noise_runs():
 
 def test_every_page_with_code_is_run():
     pages = {str(path.relative_to(ROOT)) for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))}
-    here = {"README.md", "docs/plan.md", "docs/strategies.md", "docs/noise.md"}
+    here = {"README.md", "docs/plan.md", "docs/strategies.md", "docs/noise.md", "docs/balls-in-bins.md"}
     assert {page for page in pages if blocks(page)} == here | TESTED_ELSEWHERE

@@ -107,7 +107,7 @@ def memory(curves: dict[str, list[tuple[int, float]]], title: str) -> Figure:
     ]
     axis.set_yticks(marks, [f"{mark:g}" for mark in marks])
     axis.set_yticks([], minor=True)
-    axis.set(xlabel="vectors of the model's size that the noise keeps", ylabel="RMSE", title=title)
+    axis.set(xlabel="noise history, in vectors of the model's size", ylabel="RMSE", title=title)
     axis.legend(frameon=False, fontsize=9)
     return figure
 

@@ -78,7 +78,7 @@ def train(
     }
     rates = _rates(learning_rates or usual.rates)
     with show.status("planning"):
-        plans = {"DP-SGD": make_plan(**setting, bands=1), "BandMF": make_plan(**setting)}
+        plans = _plans(setting)
     results = {
         name: _tune_and_run(tuning, images, plan, name, rates, seeds, clip_norm)
         for name, plan in plans.items()
@@ -92,6 +92,17 @@ def train(
 
 
 train.__doc__ = f"Train DP-SGD and BandMF on real images at the same privacy budget.\n\n{_EXAMPLE}"
+
+
+def _plans(setting: dict[str, Any]) -> dict[str, Plan]:
+    """DP-SGD, the paper's BandMF, and balls-in-bins where there is a whole epoch to put in bins."""
+    plans = {
+        "DP-SGD": make_plan(**setting, bands=1),
+        "BandMF": make_plan(**setting, sampling="cyclic-poisson"),
+    }
+    if setting["epochs"] > 0.99:
+        plans["bins"] = make_plan(**setting, sampling="balls-in-bins")
+    return plans
 
 
 def _rates(text: str) -> list[float]:
@@ -149,6 +160,12 @@ class Spent:
         return self.known[mark]
 
 
+def _noise(plan: Plan) -> str:
+    if plan.bands == 1:
+        return "independent"
+    return plan.candidates[-1].name if plan.in_bins else f"{plan.bands} bands"
+
+
 def _report(
     plans: dict[str, Plan],
     results: dict[str, tuple[float, list[History]]],
@@ -163,7 +180,7 @@ def _report(
         rows.append(
             {
                 "mechanism": name,
-                "bands": plan.bands,
+                "noise": _noise(plan),
                 "sigma": round(plan.noise_multiplier, 4),
                 "RMSE": round(plan.mean_rmse, 4),
                 "rate": rate,

@@ -30,7 +30,7 @@ _MANY_BINS = 1024  # where an estimate takes seconds, and a banded inverse is fa
 def in_bins(request: Request) -> Request:
     """The same request with bins: their expected size is examples / cycle, with the cycle rounded up."""
     assert request.examples is not None
-    cycle = whole_cycle(request.examples, request.batch_size)
+    cycle = whole_cycle(request.examples, request.batch_size, request.steps)
     return replace(request, sampling="balls-in-bins", batch_size=request.examples / cycle)
 
 

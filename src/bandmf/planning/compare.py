@@ -116,23 +116,30 @@ def in_bins(epsilon: float, delta: float, steps: int, epochs: int, **options: An
 def against_memory(
     epsilon: float, delta: float, steps: int, epochs: int, progress: Callable[[str], None] | None = None
 ) -> dict[str, list[tuple[int, float]]]:
-    """(vectors that the noise keeps, RMSE) for mechanisms of several sizes, by name."""
+    """(vectors of noise history, RMSE) for mechanisms of several sizes, by name."""
     examples = math.ceil(steps * _BATCH / epochs)
     budget: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "examples": examples, "steps": steps}
     tell = progress or (lambda text: None)
     tell("cyclic Poisson sampling")
-    cyclic = plan(**budget, batch_size=_BATCH, sampling="cyclic-poisson")
-    curves = {"BandMF (cyclic Poisson)": [(c.bands - 1, c.rmse) for c in cyclic.candidates]}
-    sizes = {
-        "banded-inverse": ("Banded inverse in bins", ({"inverse_bands": p} for p in (2, 4, 8, 16))),
-        "blt": ("BLT in bins", ({},)),
-        "banded": ("BandMF in bins", ({"bands": b} for b in (4, 8, 16, 32, 64, 128) if b <= steps // epochs)),
+    cyclic = plan(**budget, batch_size=_BATCH, sampling="cyclic-poisson").candidates
+    widths = [2**i for i in range(1, 9) if 2**i <= steps // epochs]
+    weighed = {c.bands: c.rmse for c in cyclic}
+    weighed |= {b: plan(**budget, batch_size=_BATCH, bands=b).rmse for b in widths if b not in weighed}
+    curves = {"BandMF (cyclic Poisson)": [(bands - 1, error) for bands, error in weighed.items()]}
+    sizes: dict[str, tuple[str, list[dict[str, int]]]] = {
+        "banded-inverse": (
+            "Banded inverse in bins (2, 4, 8, 16)",
+            [{"inverse_bands": p} for p in (2, 4, 8, 16)],
+        ),
+        "blt": ("BLT in bins (4 buffers)", [{}]),
+        "banded": ("BandMF in bins", [{"bands": b} for b in widths]),
     }
     for mechanism, (name, options) in sizes.items():
         for each in options:
             tell(f"{name} {each}")
             (found,) = in_bins(epsilon, delta, steps, epochs, mechanism=mechanism, **each).values()
-            curves.setdefault(name, []).append((found.candidate.vectors or 0, found.candidate.rmse))
+            history = found.candidate.bands - 1 if mechanism == "banded" else found.candidate.vectors or 0
+            curves.setdefault(name, []).append((history, found.candidate.rmse))
     for name, points in curves.items():
         curves[name] = sorted(points)
     return curves

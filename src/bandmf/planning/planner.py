@@ -20,7 +20,7 @@ from bandmf.planning.setup import no_bins, whole_cycle
 from bandmf.strategies import Strategy
 from bandmf.workloads import Workload
 
-MOST_BINS = 2048  # steps an epoch for which bins are considered unasked: estimates take half a minute there
+MOST_BINS = 1024  # steps an epoch for which bins are considered unasked: with 2048 planning takes two minutes
 
 
 def plan(
@@ -206,7 +206,7 @@ def _obstacle(request: Request) -> str:
     if obstacle:
         return obstacle
     assert request.examples is not None
-    cycle = whole_cycle(request.examples, request.batch_size)
+    cycle = whole_cycle(request.examples, request.batch_size, request.steps)
     if cycle > MOST_BINS:
         return f"takes long to account for {cycle} steps an epoch: ask for it by sampling='balls-in-bins'"
     return ""

@@ -76,7 +76,7 @@ def checked_request(
     """The request, if it makes sense; one sentence says what does not. With bins, a batch is examples / cycle."""
     steps = training_steps(steps, epochs, batch_size, examples)
     if sampling == "balls-in-bins" and examples is not None:
-        batch_size = examples / whole_cycle(examples, batch_size)
+        batch_size = examples / whole_cycle(examples, batch_size, steps)
     return Request(
         epsilon=epsilon,
         noise_multiplier=noise_multiplier,

@@ -135,7 +135,7 @@ class Setup:
         """After how many steps the bins come again; None for other sampling."""
         if not self.in_bins or self.examples is None:
             return None
-        return whole_cycle(self.examples, self.batch_size)
+        return whole_cycle(self.examples, self.batch_size, self.steps)
 
     def joining_probability(self, bands: int) -> float:
         """Of b-min-sep: that an example joins when it may, so that batches have their expected size."""
@@ -194,13 +194,14 @@ class Setup:
         return BYTES_PER_NUMBER * self.vectors_of(strategy) * self.parameters / self.devices
 
 
-def whole_cycle(examples: int, batch_size: float) -> int:
-    """Steps in which every example comes once: examples / batch_size, rounded up.
+def whole_cycle(examples: int, batch_size: float, steps: int) -> int:
+    """Steps in which every example comes once: examples / batch_size, rounded up; a single epoch as `steps` were.
 
-    >>> whole_cycle(60_000, 256)
-    235
+    >>> whole_cycle(60_000, 256, steps=938), whole_cycle(60_000, 256, steps=234)
+    (235, 234)
     """
-    return math.ceil(examples / batch_size * (1 - 1e-9))
+    exact = examples / batch_size * (1 - 1e-9)
+    return steps if steps < exact <= steps + 0.5 else math.ceil(exact)
 
 
 def no_certificate(examples: int | None, adjacency: str, max_batch_size: int | None) -> str:
@@ -221,7 +222,7 @@ def no_bins(
     obstacle = no_certificate(examples, adjacency, max_batch_size)
     if obstacle or examples is None:
         return obstacle
-    cycle = whole_cycle(examples, batch_size)
+    cycle = whole_cycle(examples, batch_size, steps)
     if cycle > steps:
         return f"takes at least one whole epoch, {cycle} steps"
     if cycle > MAX_CYCLE:
