@@ -19,6 +19,8 @@ parser.add_argument("--text", default=argparse.__file__, help="a text file")
 parser.add_argument("--epsilon", type=float, default=8.0)
 parser.add_argument("--epochs", type=float, default=8.0)
 parser.add_argument("--width", type=int, default=64)
+parser.add_argument("--sampling", default="auto", help="auto, cyclic-poisson or balls-in-bins")
+parser.add_argument("--seed", type=int, default=0, help="of the initial weights")
 arguments = parser.parse_args()
 
 LENGTH = 64  # characters of a line that the model sees
@@ -65,10 +67,16 @@ for row, line in enumerate(lines):
 held_out = torch.arange(len(lines)) % 10 == 0
 data = torch.utils.data.TensorDataset(codes[~held_out])
 
+torch.manual_seed(arguments.seed)
 model = Writer(arguments.width)
 optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
 plan = bandmf.plan(
-    epsilon=arguments.epsilon, delta=1e-5, examples=len(data), batch_size=128, epochs=arguments.epochs
+    epsilon=arguments.epsilon,
+    delta=1e-5,
+    examples=len(data),
+    batch_size=128,
+    epochs=arguments.epochs,
+    sampling=arguments.sampling,
 )
 private = bandmf.torch.make_private(model, optimizer, data, plan, clip_norm=1.0, physical_batch_size=64)
 
@@ -86,4 +94,5 @@ while not private.finished:
 
 with torch.no_grad():
     bits = loss_of(private.model, codes[held_out]).item() / math.log(2)
-print(f"{plan.steps} steps, {plan.bands} bands, epsilon={plan.epsilon:g}: {bits:.3f} bits per character")
+noise = f"{plan.sampling}, RMSE {plan.rmse:.3g}"
+print(f"{plan.steps} steps, {noise}, epsilon={plan.epsilon:g}: {bits:.3f} bits per character")
