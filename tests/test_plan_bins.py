@@ -22,6 +22,8 @@ from bandmf.sampling import BallsInBins, sampler
 
 SMALL = {"epsilon": 8.0, "delta": 1e-5, "examples": 1_000, "batch_size": 50, "steps": 80}  # 4 epochs of 20
 
+SCHEDULED = workloads.momentum(80, 0.9, np.linspace(1, 2, 80))
+
 
 @pytest.fixture(scope="module")
 def plan():
@@ -269,6 +271,8 @@ def test_a_strategy_of_ones_own_is_certified():
         ({"inverse_bands": 0}, "inverse_bands=0"),
         ({"certify_seconds": 0}, "certify_seconds=0"),
         ({"mechanism": "blt", "workload": workloads.momentum(80, 0.9)}, "running sums only"),
+        ({"workload": SCHEDULED}, "must be Toeplitz"),
+        ({"workload": SCHEDULED, "sampling": "balls-in-bins"}, "must be Toeplitz for balls-in-bins"),
         ({"mechanism": "blt", "parameters": 10, "memory": 40.0}, "needs memory for 4 vectors"),
     ],
 )

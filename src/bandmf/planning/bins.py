@@ -134,6 +134,13 @@ def _samples(cycle: int) -> int:
 
 def check_mechanism(request: Request) -> None:
     """A mechanism that was asked for must fit workload and memory; one sentence says what does not."""
+    if request.workload.coefficients is None and request.strategy is None:
+        raise _check.fail(
+            "workload",
+            request.workload.name,
+            "must be Toeplitz for balls-in-bins",
+            "give a strategy= of your own",
+        )
     if request.mechanism == "blt" and not request.workload.is_prefix:
         raise _check.fail("mechanism", "blt", "is optimized for running sums only", "use 'banded-inverse'")
     if request.mechanism == "blt" and request.max_vectors is not None and request.max_vectors < BUFFERS:

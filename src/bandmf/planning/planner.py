@@ -207,6 +207,8 @@ def _obstacle(request: Request) -> str:
         return obstacle
     assert request.examples is not None
     cycle = whole_cycle(request.examples, request.batch_size, request.steps)
+    if request.workload.coefficients is None:
+        return f"has no strategies for the workload {request.workload.name!r}"
     if cycle > MOST_BINS:
         return f"takes long to account for {cycle} steps an epoch: ask for it by sampling='balls-in-bins'"
     return ""
