@@ -129,7 +129,7 @@ def _best(request: Request, family: str, size: int, progress: Progress | None) -
 
 def _samples(cycle: int) -> int:
     """Of an estimate: sigma to a few thousandths, in about a second."""
-    return min(max(2**20 // cycle, 2**11), 2**13)
+    return min(max(2**20 // cycle, 2**12), 2**13)
 
 
 def check_mechanism(request: Request) -> None:

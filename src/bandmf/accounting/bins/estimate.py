@@ -30,6 +30,7 @@ _SHORT, _BASE = (
     0.02,
 )  # steps of log sigma: too short for a slope (draws jump), and the one for the last slope
 _WINDOW = 0.15  # of log L around epsilon, for the posterior there
+_CLOSE, _WIDEST = 30, 100.0  # samples in it, and where to stop widening it
 Curve = Callable[[float], Sums]
 
 
@@ -155,10 +156,15 @@ def _believed(slope: float) -> float:
 def _posterior(
     gram: FloatArray, sigma: float, epsilon: float, pilot: Pilot, samples: int, seed: int
 ) -> FloatArray:
-    """T, from the samples with log L close to epsilon."""
-    loss = privacy_loss(gram, sigma)
-    T, rows = np.zeros_like(loss.K), max(32, 2**16 // loss.cycle)
-    for chunk in range(-(-samples // rows)):
-        p, weights = pilot.chain.near(loss, epsilon, _WINDOW, generator(seed, POSTERIOR, chunk), rows)
-        T += (p * weights[:, None]).T @ p
-    return T / T.sum()
+    """T, from the samples with log L close to epsilon; where few are close, those not so close count, too."""
+    loss, window = privacy_loss(gram, sigma), _WINDOW
+    rows = max(32, 2**16 // loss.cycle)
+    while True:
+        T, close = np.zeros_like(loss.K), 0
+        for chunk in range(-(-samples // rows)):
+            p, weights = pilot.chain.near(loss, epsilon, window, generator(seed, POSTERIOR, chunk), rows)
+            T += (p * weights[:, None]).T @ p
+            close += len(p)
+        if close >= min(_CLOSE, samples) or window > _WIDEST:
+            return T / T.sum()
+        window *= 2
