@@ -1,6 +1,7 @@
 """What a search found for sampling that needs a certificate: a strategy and its noise, kept on disk.
 
-So the same call gives the same plan again, and a training script can be restarted.
+So the same call gives the same plan again, and a training script can be restarted. Where several processes search at
+the same time, the first answer is everyone's.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ def found(request: Request, strategy: Strategy, sigma: float) -> Found:
 def searched(request: Request, family: str, size: int, search: Callable[[], tuple[Strategy, float]]) -> Found:
     """What an earlier search for the same found, or this one: a strategy and its estimated noise."""
     question = _question(request, family, size)
-    known = None if question is None else _cache.recall("plans", question)
-    if known is not None:
-        arrays = {name: np.array(value) for name, value in known["strategy"].items()}
-        return found(request, from_arrays(arrays, "cache"), float(known["sigma"]))
-    strategy, sigma = search()
-    if question is not None:
-        _cache.remember("plans", question, {"strategy": _plain(strategy), "sigma": sigma})
-    return found(request, strategy, sigma)
+    if question is None:
+        return found(request, *search())
+    known = _cache.recall("plans", question)
+    if known is None:
+        strategy, sigma = search()
+        known = _cache.remember("plans", question, {"strategy": _plain(strategy), "sigma": sigma})
+    arrays = {name: np.array(value) for name, value in known["strategy"].items()}
+    return found(request, from_arrays(arrays, "cache"), float(known["sigma"]))
 
 
 def certified(
@@ -66,12 +67,11 @@ def certified(
     digest = hashlib.sha256(json.dumps(_plain(strategy), sort_keys=True).encode()).hexdigest()
     question = {"certificate of": digest, "seconds": seconds, **_budget(request)}
     known = _cache.recall("plans", question)
-    if known is not None:
-        certificate = CERTIFICATES[str(request.sampling)].from_dict(known)
-    else:
-        certificate = calibrate()
-        remember(certificate, subject(certificate, strategy))
-        _cache.remember("plans", question, certificate.to_dict())
+    if known is None:
+        computed = calibrate()
+        remember(computed, subject(computed, strategy))
+        known = _cache.remember("plans", question, computed.to_dict())
+    certificate = CERTIFICATES[str(request.sampling)].from_dict(known)
     return found(request, strategy, certificate.sigma), certificate
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from bandmf import _check
 from bandmf.ledger import check_process
+from bandmf.planning import Plan
 from bandmf.randomness.key import Key
 from bandmf.torch.noise.shards import broadcast_key
 
@@ -39,6 +41,18 @@ class Ranks:
         if self.world > 1:
             return broadcast_key(key)
         return Key() if key is None else key
+
+    def same_plan(self, plan: Plan) -> Plan:
+        """The plan of rank 0, as ranks that planned at the same time can have different certificates of one promise."""
+        promise = {name: getattr(plan, name) for name in ("epsilon", "delta", "adjacency", "examples", "steps")}
+        found = self.gather((promise, plan.digest))
+        if odd := [rank for rank, (other, _) in enumerate(found) if other != found[0][0]]:
+            raise ValueError(
+                f"plan: rank {odd[0]} has one for {found[odd[0]][0]}, rank 0 for {found[0][0]}; give all ranks the same"
+            )
+        if len({digest for _, digest in found}) == 1:
+            return plan
+        return pickle.loads(self.on_first(lambda: pickle.dumps(plan)))
 
     def start_equal(self, model: torch.nn.Module) -> None:
         """Give all replicas the weights and buffers of rank 0, as DDP does."""
