@@ -86,4 +86,4 @@ while not private.finished:
 
 with torch.no_grad():
     bits = loss_of(private.model, codes[held_out]).item() / math.log(2)
-print(f"{plan.steps} steps, {plan.bands} bands, epsilon={plan.epsilon:g}: {bits:.3f} bits per character")
+print(f"{plan.steps} steps, {plan.mechanism}, epsilon={plan.epsilon:g}: {bits:.3f} bits per character")

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -108,7 +109,9 @@ def test_the_noise_keeps_as_many_vectors_as_planned(name, vectors):
 
 
 def test_inputs_that_are_kept_change_nothing_but_memory():
-    found = [train(open_run(planned(name), model=bins_model().double(), data=_double())) for name in BINS[1:3]]
+    found = [
+        train(open_run(planned(name), model=bins_model().double(), data=_double())) for name in BINS[1:3]
+    ]
     first, second = (weights(private.model) for private in found)
     torch.testing.assert_close(first, second, rtol=0, atol=1e-7)
 
@@ -138,7 +141,7 @@ def test_each_example_takes_part_once_in_every_epoch_always_in_its_bin(binned):
     data = small_data(binned.examples)
     steps, cycle = taken(open_run(binned, data), data), binned.cycle
     for begin in range(0, binned.steps - cycle + 1, cycle):
-        assert sorted(sum(steps[begin : begin + cycle], [])) == list(range(binned.examples))
+        assert sorted(chain(*steps[begin : begin + cycle])) == list(range(binned.examples))
     assert all(steps[i] == steps[i + cycle] for i in range(binned.steps - cycle))
     batches = sampler(binned, RUN_KEY)
     assert steps == [batches.batch(step).tolist() for step in range(binned.steps)]
@@ -156,7 +159,8 @@ def test_with_b_min_sep_each_example_stays_away_for_the_separation():
 def test_another_run_with_the_same_key_has_other_bins(plan):
     first, second = open_run(plan), open_run(plan, run_id="77" * 16)
     batches = [
-        [p.stepper.sampler.batch(i).tolist() for i in range(plan.steps)] for p in (first, second, open_run(plan))
+        [p.stepper.sampler.batch(i).tolist() for i in range(plan.steps)]
+        for p in (first, second, open_run(plan))
     ]
     assert batches[0] == batches[2]
     assert batches[0] != batches[1]
@@ -168,7 +172,7 @@ def test_bins_without_an_example_take_their_noisy_step():
     assert plan.cycle == 10
     data = small_data(5)
     steps = taken(open_run(plan, data), data)
-    assert Counter(sum(steps, [])) == dict.fromkeys(range(5), 2)
+    assert Counter(chain(*steps)) == dict.fromkeys(range(5), 2)
     assert steps.count([]) >= 10
     assert distance_to_oracle(plan) < 1e-5
 
@@ -219,6 +223,53 @@ def test_one_pass_over_a_stream_collects_several_bins(blt):
     assert stream.passes == 1 + 2 * 3  # for the self-test; then four, four and two of ten bins, twice
 
 
+def steps_with(private, batch):
+    x, y = batch
+    private.criterion(private.model(x), y).backward()
+    private.optimizer.step()
+
+
+@pytest.mark.parametrize("drawn", [0, 1], ids=["after a step", "with a batch that was drawn"])
+def test_passes_that_are_broken_off_leave_no_bin_out(blt, drawn):
+    whole, private = train(open_run(blt)), open_run(blt, self_test=False)
+    while not private.finished:
+        for number, batch in enumerate(private.loader):
+            if drawn and number == 3:
+                break
+            steps_with(private, batch)
+            if not drawn and number == 2:
+                break
+    assert torch.equal(weights(private.model), weights(whole.model))
+
+
+def test_a_loop_that_begins_a_pass_for_every_batch_trains_or_is_told(blt):
+    private = open_run(blt, self_test=False)
+    while not private.finished:
+        steps_with(private, next(iter(private.loader)))
+    private = open_run(blt)
+    with pytest.raises(RuntimeError, match="the self-test was left in the middle 10 times"):  # noqa: PT012
+        while not private.finished:
+            steps_with(private, next(iter(private.loader)))
+
+
+@pytest.mark.parametrize("change", [lambda rows: rows.pop(0), lambda rows: rows.append(rows[0])])
+def test_a_data_set_that_changes_its_length_during_the_run_is_refused(blt, change):
+    rows = list(small_data(blt.examples))
+    private = train(open_run(blt, rows), until=10)
+    change(rows)
+    with pytest.raises(ValueError, match=r"^len\(dataset\)=.*was 60 when the run began"):
+        train(private)
+
+
+@pytest.mark.parametrize(
+    "option", [{"shuffle": True}, {"drop_last": True}, {"batch_size": 3}, {"batch_sampler": [[0]]}]
+)
+@pytest.mark.parametrize("data", [small_data(60), torch_data.Subset(small_data(60), range(60))])
+def test_options_that_would_choose_batches_are_refused(blt, data, option):
+    with pytest.raises(ValueError, match=r"^loader_options=.*the plan draws the batches"):
+        open_run(blt, data, loader_options=option)
+
+
 # --- restarts ---------------------------------------------------------------------------------------------
 
 
@@ -264,7 +315,7 @@ def test_the_plan_of_the_same_call_resumes_the_run_and_one_with_another_certific
     assert again.resume()
     again.close()
     monkeypatch.setenv("BANDMF_CACHE", str(tmp_path / "another machine"))
-    with pytest.raises(ValueError, match=r"^plan=.*saved.*bandmf\.Plan\.load\(folder / 'plan\.json'\).*another certificate"):
+    with pytest.raises(ValueError, match=r"^plan=.*Plan\.load\(folder / 'plan\.json'\).*another certificate"):
         open_run(planned("inverse"), run_folder=folder)
     there = open_run(bandmf.Plan.load(folder / "plan.json"), run_folder=folder)
     assert there.resume()
