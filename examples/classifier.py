@@ -46,4 +46,5 @@ while not private.finished:  # 5
 with torch.no_grad():
     guesses = model(torch.from_numpy(images.test).flatten(1).float()).argmax(1)
 accuracy = (guesses == torch.from_numpy(images.test_labels)).float().mean().item()
-print(f"{plan.steps} steps, {plan.bands} bands, epsilon={plan.epsilon:g}: test accuracy {accuracy:.1%}")
+print(f"{plan.steps} steps, {plan.sampling}, {plan.mechanism}, epsilon={plan.epsilon:g}")
+print(f"test accuracy {accuracy:.1%}")

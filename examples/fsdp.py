@@ -49,7 +49,7 @@ with torch.no_grad():
     guesses = model(torch.from_numpy(images.test).flatten(1).float()).argmax(1)
 accuracy = (guesses == torch.from_numpy(images.test_labels)).float().mean().item()
 if dist.get_rank() == 0:
-    print(f"{dist.get_world_size()} processes, {plan.bands} bands: test accuracy {accuracy:.1%}", flush=True)
+    print(f"{dist.get_world_size()} processes, {plan.mechanism}: test accuracy {accuracy:.1%}", flush=True)
 dist.destroy_process_group()
 # torch's caches keep the threads of gloo alive; one that frees a tensor while Python shuts down aborts the process.
 os._exit(0)

@@ -107,7 +107,7 @@ while not private.finished:
 
 after = accuracy(model, test_words, test_labels)
 print(
-    f"{plan.parameters} of {sum(p.numel() for p in model.parameters())} parameters, {plan.bands} bands, "
+    f"{plan.parameters} of {sum(p.numel() for p in model.parameters())} parameters, {plan.mechanism}, "
     f"noise history {plan.memory / 1e6:.2f} MB, epsilon={plan.epsilon:g}: "
     f"held-out accuracy {before:.1%} before, {after:.1%} after"
 )

@@ -1,6 +1,6 @@
 """Trains in child processes and kills them with SIGKILL, in chosen places and at random moments.
 
-    python killed_training.py FOLDER KILLS
+    python killed_training.py FOLDER KILLS [PLAN]
 
 The children are forked, so that torch is imported once. One run is left alone.
 Prints the number of kills in each place as JSON.
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch._dynamo  # which every optimizer imports: once here, not in every child
 
-from bandmf import Key, ledger
+from bandmf import Key, Plan, ledger
 from bandmf.torch import make_private
 from bandmf.torch.clipping import bookkeeping
 from bandmf.torch.training import checkpoint
@@ -32,11 +32,12 @@ PLACES = ["accumulation", "ledger", "released", "checkpoint", "state", "cleaning
 def run(folder):
     """The whole training, from wherever it was; leaves the final weights in the folder."""
     torch.set_num_threads(1)
-    data, model = small_data(), small_model(dropout=0.2)
+    plan = Plan.load(sys.argv[3]) if len(sys.argv) > 3 else simple_plan(steps=STEPS)
+    data, model = small_data(plan.examples), small_model(dropout=0.2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     with same_run():
         private = make_private(
-            model, optimizer, data, simple_plan(steps=STEPS), clip_norm=0.5, key=Key(bytes(32)),
+            model, optimizer, data, plan, clip_norm=0.5, key=Key(bytes(32)),
             criterion=torch.nn.CrossEntropyLoss(), scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9),
             physical_batch_size=7, run_folder=folder, save_every=3,
         )  # fmt: skip

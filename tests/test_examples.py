@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 @pytest.mark.parametrize(
     ("name", "arguments", "says"),
     [
-        ("classifier.py", ["--epochs", "1"], "test accuracy"),
+        ("classifier.py", ["--epochs", "2"], "47 steps, balls-in-bins, "),
         ("language_model.py", ["--epochs", "0.3", "--width", "32"], "bits per character"),
     ],
 )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import bandmf
-from bandmf import strategies, workloads
+from bandmf import _cache, strategies, workloads
 from bandmf.accounting.bins import Certificate, NotCertifiedError, estimate, gram_matrix
 from bandmf.participation import FixedEpochs
 from bandmf.planning.plan_file import digest
@@ -80,6 +80,30 @@ def test_the_same_call_elsewhere_gives_another_certificate(plan, monkeypatch, tm
     other = bandmf.plan(**SMALL)
     assert other.certificate.seed != plan.certificate.seed
     assert other.noise_scale == pytest.approx(plan.noise_scale, rel=0.02)
+
+
+def test_of_processes_that_plan_at_the_same_time_the_first_answer_is_everyones(plan, monkeypatch):
+    """Ranks of one run do: their plans were different once, and a restart got the plan of another rank."""
+    recall, asked = _cache.recall, []
+
+    def late(kind, question):
+        """The other process has not written its answer when this one asks; when it writes its own, it has."""
+        asked.append(question)
+        return recall(kind, question) if asked.count(question) > 1 else None
+
+    monkeypatch.setattr(_cache, "recall", late)
+    assert bandmf.plan(**SMALL) == plan
+    assert any("certificate of" in question for question in asked)
+
+
+def test_an_answer_is_kept_once_and_a_damaged_one_replaced(monkeypatch, tmp_path):
+    monkeypatch.setenv("BANDMF_CACHE", str(tmp_path))
+    assert [_cache.remember("plans", {"of": 1}, answer) for answer in (0.1, 0.2)] == [0.1, 0.1]
+    (file,) = (tmp_path / "plans").iterdir()
+    file.write_text("{}")
+    assert _cache.recall("plans", {"of": 1}) is None
+    assert _cache.remember("plans", {"of": 1}, 0.3) == _cache.recall("plans", {"of": 1}) == 0.3
+    assert list((tmp_path / "plans").iterdir()) == [file]
 
 
 # --- the certificate ------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bandmf._files import cache_folder, write_whole
+from bandmf._files import cache_folder, write_first, write_whole
 
 
 def recall(kind: str, question: dict[str, Any]) -> Any:
@@ -24,18 +24,25 @@ def recall(kind: str, question: dict[str, Any]) -> Any:
         return None
 
 
-def remember(kind: str, question: dict[str, Any], answer: Any) -> None:
-    """Keep an answer (JSON values), all or nothing: a reader never sees half a file. No cache is no error."""
+def remember(kind: str, question: dict[str, Any], answer: Any) -> Any:
+    """Keep an answer (JSON values), unless another process was first; the one that all will recall.
+
+    All or nothing: a reader never sees half a file. No cache is no error.
+    """
     text = json.dumps(question, sort_keys=True)
     path = _path(kind, text)
     if path is None:
-        return
-    entry = {"question": text, "answer": answer, "seal": _seal(text, answer)}
+        return answer
+    entry = json.dumps({"question": text, "answer": answer, "seal": _seal(text, answer)}).encode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_whole(path, json.dumps(entry).encode())
+        if not write_first(path, entry):
+            if (known := recall(kind, question)) is not None:
+                return known
+            write_whole(path, entry)  # that was damaged
     except OSError:
         pass
+    return answer
 
 
 def once(kind: str, question: dict[str, Any], compute: Callable[[], Any]) -> Any:
@@ -46,8 +53,7 @@ def once(kind: str, question: dict[str, Any], compute: Callable[[], Any]) -> Any
     with _alone(_path(kind, json.dumps(question, sort_keys=True))):
         answer = recall(kind, question)
         if answer is None:
-            answer = compute()
-            remember(kind, question, answer)
+            answer = remember(kind, question, compute())
     return answer
 
 

@@ -5,21 +5,41 @@ from __future__ import annotations
 import os
 import secrets
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
 def write_whole(path: Path, contents: bytes) -> None:
     """Replace the file at once: a reader, or a crash, never sees half of it."""
+    with _draft(path, contents) as draft:
+        os.replace(draft, path)
+
+
+def write_first(path: Path, contents: bytes) -> bool:
+    """The same, unless there is a file already; whether there was none. Of several processes one is the first."""
+    with _draft(path, contents) as draft:
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            return False
+        except OSError:  # a file system without links
+            os.replace(draft, path)
+    return True
+
+
+@contextmanager
+def _draft(path: Path, contents: bytes) -> Iterator[Path]:
+    """A file beside this one, on the disk; removed in the end if it still has its name."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with open(draft, "xb") as file:
             file.write(contents)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(draft, path)
-    except BaseException:
+        yield draft
+    finally:
         draft.unlink(missing_ok=True)
-        raise
 
 
 def cache_folder(kind: str) -> Path | None:

@@ -87,7 +87,7 @@ def test_a_crash_while_a_run_begins_bricks_nothing(tmp_path):
         interrupted += 1
         Watch(open_run(folder)).train(1).private.close()
         Watch(open_run(folder)).train(1).private.close()
-        assert sorted(path.name for path in folder.iterdir()) == ["key", "ledger.jsonl"]
+        assert sorted(path.name for path in folder.iterdir()) == ["key", "ledger.jsonl", "plan.json"]
     assert interrupted >= 8
 
 

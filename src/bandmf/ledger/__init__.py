@@ -44,7 +44,8 @@ _REVEALS = (
     "say so with withdraw({0}, statement)"
 )
 _REMEDY = {
-    "plan": "continue with the plan of the run, or begin another run in another folder",
+    "plan": "continue with the plan of the run, which make_private saved beside the ledger: bandmf.Plan.load(folder / "
+    "'plan.json'); planning again can give another certificate, and so another plan. Or begin a run in another folder",
     "key": "load the key of the run",
     "clip_norm": "the noise was planned for the clip norm of the run",
     "sampler": "the privacy of the plan rests on the batches of the sampler",

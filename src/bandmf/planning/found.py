@@ -1,6 +1,7 @@
 """What a search found for sampling that needs a certificate: a strategy and its noise, kept on disk.
 
-So the same call gives the same plan again, and a training script can be restarted.
+So the same call gives the same plan again, and a training script can be restarted. Where several processes search at
+the same time, the first answer is everyone's.
 """
 
 from __future__ import annotations

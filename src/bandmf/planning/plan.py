@@ -70,11 +70,10 @@ class Plan(Setup):
         self._keep("best_without_memory_limit", None if limit is None else checked_candidate(limit))
         self._keep("choice", str(self.choice))
         self.vectors_of(self.strategy)  # refuses what the memory limit does not hold
-        self._check_certificate()
         self.confirm()
 
     def _check_certificate(self) -> None:
-        """Present where it is needed, and of this budget, cycle and noise; whether it is true, `confirm` asks."""
+        """Present where it is needed, and of this budget, cycle and noise; whether it is true is another question."""
         found = self.certificate
         kind = CERTIFICATES.get(str(self.sampling), type(None))
         if not isinstance(found, kind):
@@ -104,8 +103,10 @@ class Plan(Setup):
     def confirm(self) -> None:
         """Fail unless the noise meets (epsilon, delta): by the accountant, or by the certificate.
 
-        A certificate is computed again, unless this machine has done that before: `verify` does it in any case.
+        A certificate must be for what the plan is now, and is computed again, unless this machine has done that before:
+        `verify` does it in any case.
         """
+        self._check_certificate()
         if self.certificate is not None:
             verify_once(self.certificate, subject(self.certificate, self.strategy))
             return

@@ -4,7 +4,7 @@ A sampler maps a step to the indices of its batch. It has no state: batch i is a
 plan and i, so a restart replays nothing, and every rank can compute it. It costs O(batch), not O(data).
 
 Guarantees: the events of a sampler are those of its plan, and the number of examples is the plan's; each kind of
-sampler states its own beside its class. (No plan makes a `MinSeparationPoisson` yet: it does not know its events.)
+sampler states its own beside its class. Where a certificate speaks for the whole run, there are no events.
 """
 
 from __future__ import annotations

@@ -28,6 +28,8 @@ from bandmf.torch.training.self_test import REHEARSALS
 from bandmf.torch.training.step import Piece, Stepper
 
 _FOR_STREAMS = ("collate_fn",)
+_OF_THE_PLAN = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator")
+_MOST_LEFT = 10  # self-tests in a row that a loop leaves in the middle
 _TAKEN = ("collate_fn", "num_workers", "pin_memory", "worker_init_fn", "multiprocessing_context")
 
 
@@ -45,9 +47,10 @@ class Loader:
         epoch_steps: int | None,
         options: Any,
     ) -> None:
-        self._stepper, self._options = stepper, dict(options or {})
+        self._stepper, self._options = stepper, _without_batches(dict(options or {}))
         self.dataset = dataset
         self._passes = 0  # how many were begun; the last alone may go on
+        self._left = 0  # how many of them ended in the self-test
         self.physical_batch_size = physical_batch_size
         if physical_batch_size is not None:
             self.physical_batch_size = _check.whole("physical_batch_size", physical_batch_size)
@@ -80,6 +83,7 @@ class Loader:
     def _one_pass(self) -> Iterator[Any]:
         stepper = self._stepper
         stepper.abandon()
+        self._check_length()
         end = min(stepper.plan.steps, (stepper.steps_taken // self.epoch_steps + 1) * self.epoch_steps)
         streams = isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__getitem__")
         if stepper.steps_taken < end:
@@ -95,11 +99,28 @@ class Loader:
         stepper.check_consumed()
         self.before_step(end)
 
+    def _check_length(self) -> None:
+        """Fail if there are more or fewer examples than at the start: others may have moved to their places."""
+        examples = self._stepper.sampler.examples
+        if hasattr(self.dataset, "__len__") and len(self.dataset) != examples:
+            raise _check.fail(
+                "len(dataset)",
+                len(self.dataset),
+                f"was {examples} when the run began",
+                "the data may not change during a run: an example keeps its index",
+            )
+
     def _rehearse(self, streams: bool) -> Iterator[Any]:
         """The batches of the self-test, before the first step that this process takes."""
         stepper, test = self._stepper, self._stepper.self_test
         if test is None or test.passed:
             return
+        self._left += 1
+        if self._left > _MOST_LEFT:
+            raise RuntimeError(
+                f"the self-test was left in the middle {_MOST_LEFT} times: take all batches of a pass over "
+                "private.loader from one iterator (for batch in private.loader)"
+            )
         batch = stepper.sampler.batch(stepper.steps_taken)
         share = batch[stepper.ranks.rank :: stepper.ranks.world].tolist()
         chosen = test.choose(share, stepper.sampler.examples)
@@ -181,6 +202,13 @@ class Loader:
             for number in range(count):
                 own = share[number * size : (number + 1) * size]
                 yield Piece(step, tuple(own or [0]), len(own), number == 0, number == count - 1, batch)
+
+
+def _without_batches(options: dict[str, Any]) -> dict[str, Any]:
+    """The options for loading; those that would choose batches are refused."""
+    if odd := sorted(name for name in _OF_THE_PLAN if options.get(name)):
+        raise _check.fail("loader_options", odd, "the plan draws the batches", "leave these options out")
+    return {name: value for name, value in options.items() if name not in _OF_THE_PLAN}
 
 
 def _fetch(dataset: Any, indices: list[int]) -> dict[int, Any]:

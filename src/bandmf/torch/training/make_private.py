@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ def make_private(
     """
     if not isinstance(plan, Plan):
         raise _check.fail("plan", type(plan).__name__, "must be a Plan", "make one with bandmf.plan(...)")
-    plan.confirm()
+    plan = copy.copy(plan)  # by its constructor, which checks everything again; and nothing is cached
     model = model.module if isinstance(model, DistributedDataParallel) else model
     clip_norm = _check.real("clip_norm", clip_norm, 0, open_low=True)
     parameters = _protected(model, optimizer)
@@ -113,7 +114,7 @@ def make_private(
         "plan": plan.digest, "steps": plan.steps, "key": key.fingerprint, "clip_norm": clip_norm,
         "per_layer": bool(per_layer), "sampler": batches.provenance, "examples": batches.examples,
     }  # fmt: skip
-    stepper.steps_released = opened.begin(provenance)
+    stepper.steps_released = opened.begin(provenance, plan)
     stepper.ledger = opened.ledger
     loader = Loader(stepper, data, physical_batch_size, epoch_steps, {**options, **(loader_options or {})})
     private = Private(model, optimizer, loader, stepper, criterion, scheduler, folder, opened)

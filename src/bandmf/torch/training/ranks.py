@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,11 +16,6 @@ from bandmf.ledger import check_process
 from bandmf.planning import Plan
 from bandmf.randomness.key import Key
 from bandmf.torch.noise.shards import broadcast_key
-
-_ASKED = (
-    *("steps", "batch_size", "examples", "epsilon", "delta", "adjacency", "sampling", "mechanism", "bands"),
-    *("cycle", "separation", "max_batch_size", "parameters", "memory_limit", "devices", "device"),
-)  # of a plan: what two that differ in their certificates alone have in common
 
 
 class Ranks:
@@ -47,16 +43,18 @@ class Ranks:
         return Key() if key is None else key
 
     def same_plan(self, plan: Plan) -> Plan:
-        """The plan of all ranks; where each made one for the same, and certified it with its own samples, rank 0's."""
-        if len(set(self.gather(plan.digest))) == 1:
-            return plan
-        asked = self.gather([getattr(plan, name) for name in _ASKED])
-        if any(each != asked[0] for each in asked):
+        """The plan of rank 0, as ranks that planned at the same time can have different certificates of one promise."""
+        promise = {
+            name: getattr(plan, name) for name in ("epsilon", "delta", "adjacency", "examples", "steps")
+        }
+        found = self.gather((promise, plan.digest))
+        if odd := [rank for rank, (other, _) in enumerate(found) if other != found[0][0]]:
             raise ValueError(
-                "plan: the ranks have different plans; make one, save it by plan.save(path), and let every rank load it"
+                f"plan: rank {odd[0]} has one for {found[odd[0]][0]}, rank 0 for {found[0][0]}; give all ranks the same"
             )
-        first: Plan = self.on_first(lambda: plan)
-        return first
+        if len({digest for _, digest in found}) == 1:
+            return plan
+        return pickle.loads(self.on_first(lambda: pickle.dumps(plan)))
 
     def start_equal(self, model: torch.nn.Module) -> None:
         """Give all replicas the weights and buffers of rank 0, as DDP does."""

@@ -24,11 +24,12 @@ from typing import Any
 from bandmf import _check
 from bandmf._files import make_private_folder, sync_folder
 from bandmf.ledger import Ledger
+from bandmf.planning import Plan
 from bandmf.randomness.key import Key
 from bandmf.torch.training import seal
 from bandmf.torch.training.ranks import Ranks
 
-LEDGER, KEY, CHECKPOINTS = "ledger.jsonl", "key", "checkpoints"
+LEDGER, KEY, CHECKPOINTS, PLAN = "ledger.jsonl", "key", "checkpoints", "plan.json"
 
 
 class Opened:
@@ -53,19 +54,21 @@ class Opened:
         self.ledger = ledger
         return ledger.run_id, ledger.inherited_steps
 
-    def begin(self, run: dict[str, Any]) -> int:
+    def begin(self, run: dict[str, Any], plan: Plan) -> int:
         """Begin or go on with this run; how many steps it has released."""
-        return self._ranks.on_first(lambda: self._begin(run))
+        return self._ranks.on_first(lambda: self._begin(run, plan))
 
-    def _begin(self, run: dict[str, Any]) -> int:
+    def _begin(self, run: dict[str, Any], plan: Plan) -> int:
         assert self.ledger is not None
         if self._folder is not None:
             make_private_folder(self._folder)
-            for draft in [*self._folder.glob(f".{KEY}.*"), *self._folder.glob(f".{LEDGER}.*")]:
-                draft.unlink(missing_ok=True)  # of a start that was interrupted
+            for name in (KEY, LEDGER, PLAN):
+                for draft in self._folder.glob(f".{name}.*"):
+                    draft.unlink(missing_ok=True)  # of a start that was interrupted
         self.ledger.begin(run)
         if self._folder is not None:
             _keep(self._user_key, self._folder / KEY)
+            _keep_plan(plan, self._folder / PLAN)
         return self.ledger.steps_released
 
 
@@ -129,4 +132,13 @@ def _keep(key: Key, path: Path) -> None:
             os.link(draft, path)
     finally:
         draft.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def _keep_plan(plan: Plan, path: Path) -> None:
+    """Write the plan: planning again, on another machine, can give another certificate, and so another plan."""
+    if not path.exists():
+        plan.save(path)
+    for file in path.parent.glob(f"{path.stem}.*"):
+        file.chmod(0o600)
     sync_folder(path.parent)

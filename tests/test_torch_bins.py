@@ -1,0 +1,402 @@
+"""Balls-in-bins and b-min-sep on the shipped loop: bins, noise, restarts, pieces and ranks are as the plan says."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from collections import Counter
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from torch.utils import data as torch_data
+
+import bandmf
+from bandmf.noise import NumpyEngine
+from bandmf.sampling import sampler
+from bandmf.strategies import Identity
+from bins_runs import BINS, CLIP, PLANS, RUN_KEY, SMALL, bins_model, open_run, planned
+from children import HERE, environment
+from training import small_data, train, weights
+
+
+@pytest.fixture(scope="module", params=PLANS)
+def plan(request):
+    return planned(request.param)
+
+
+@pytest.fixture(scope="module", params=BINS)
+def binned(request):
+    return planned(request.param)
+
+
+@pytest.fixture(scope="module")
+def blt():
+    return planned("blt")
+
+
+# --- what is released -----------------------------------------------------------------------------------
+
+
+def expected_weights(plan, data, weight, rate=0.3, momentum=0.5):
+    """Softmax regression in NumPy: the sampler's batches, clipped sums, C^-1 z, division by the planned size."""
+    inputs, labels = (tensor.numpy() for tensor in data.tensors)
+    engine = NumpyEngine(Identity(plan.steps), RUN_KEY)
+    state, drawn = engine.init({"weight": weight.shape}), []
+    for _ in range(plan.steps):
+        z = {"weight": np.zeros(weight.shape)}
+        state = engine.add(state, z, 1.0)
+        drawn.append(z["weight"])
+    correlated = np.tensordot(np.linalg.inv(plan.strategy.materialize()), np.array(drawn), axes=1)
+    deviation, batches, velocity = CLIP * plan.certificate.sigma, sampler(plan, RUN_KEY), 0.0
+    for step in range(plan.steps):
+        total = deviation * correlated[step]
+        for example in batches.batch(step):
+            scores = weight @ inputs[example]
+            slope = np.exp(scores - scores.max())
+            slope = slope / slope.sum() - np.eye(len(scores))[labels[example]]
+            gradient = np.outer(slope, inputs[example])
+            total += gradient * min(1.0, CLIP / (np.linalg.norm(gradient) + 1e-6))
+        velocity = momentum * velocity + total / plan.batch_size
+        weight = weight - rate * velocity
+        yield weight
+
+
+def distance_to_oracle(plan, plant=lambda private: None):
+    """The largest difference of a weight, over all steps; `plant` may spoil the run."""
+    data, model = small_data(plan.examples, dtype=torch.float64), bins_model().double()
+    expected = list(expected_weights(plan, data, model.weight.detach().numpy().copy()))
+    private = open_run(plan, data, model)
+    plant(private)
+    largest = 0.0
+    while not private.finished:
+        for x, y in private.loader:
+            private.criterion(private.model(x), y).backward()
+            private.optimizer.step()
+            if private.optimizer.stepped:
+                right = expected[private.steps_taken - 1]
+                largest = max(largest, float(np.abs(model.weight.detach().numpy() - right).max()))
+    return largest
+
+
+def test_every_step_releases_the_sum_of_its_batch_with_the_certified_noise(plan):
+    assert distance_to_oracle(plan) < 1e-6
+
+
+def less_noise(private):
+    private.stepper.scale *= 0.99
+
+
+def next_bin(private):
+    batch = private.stepper.sampler.batch
+    private.stepper.sampler.batch = lambda step: batch((step + 1) % private.plan.steps)
+
+
+@pytest.mark.parametrize("plant", [less_noise, next_bin])
+def test_planted_errors_are_caught(blt, plant):
+    assert distance_to_oracle(blt, plant) > 1e-4
+
+
+@pytest.mark.parametrize(("name", "vectors"), [("blt", 4), ("inverse", 0), ("inverse keeping 3", 3)])
+def test_the_noise_keeps_as_many_vectors_as_planned(name, vectors):
+    plan = planned(name)
+    private = open_run(plan)
+    assert private.stepper.engine.schedule.vectors == plan.vectors == vectors
+    assert sum(len(history) for history in private.stepper.noise.history.values()) == vectors
+
+
+def test_inputs_that_are_kept_change_nothing_but_memory():
+    found = [
+        train(open_run(planned(name), model=bins_model().double(), data=_double())) for name in BINS[1:3]
+    ]
+    first, second = (weights(private.model) for private in found)
+    torch.testing.assert_close(first, second, rtol=0, atol=1e-7)
+
+
+def _double():
+    return small_data(SMALL["examples"], dtype=torch.float64)
+
+
+# --- who takes part -------------------------------------------------------------------------------------
+
+
+def taken(private, data):
+    """The examples of every step, found by the rows that the loop was given and that count."""
+    known = {row.numpy().tobytes(): index for index, row in enumerate(data.tensors[0])}
+    steps = [[] for _ in range(private.plan.steps)]
+    while not private.finished:
+        for x, y in private.loader:
+            piece = private.stepper.piece
+            if piece.rehearsal is None:
+                steps[piece.step] += [known[row.numpy().tobytes()] for row in x[: piece.valid]]
+            private.criterion(private.model(x), y).backward()
+            private.optimizer.step()
+    return steps
+
+
+def test_each_example_takes_part_once_in_every_epoch_always_in_its_bin(binned):
+    data = small_data(binned.examples)
+    steps, cycle = taken(open_run(binned, data), data), binned.cycle
+    for begin in range(0, binned.steps - cycle + 1, cycle):
+        assert sorted(chain(*steps[begin : begin + cycle])) == list(range(binned.examples))
+    assert all(steps[i] == steps[i + cycle] for i in range(binned.steps - cycle))
+    batches = sampler(binned, RUN_KEY)
+    assert steps == [batches.batch(step).tolist() for step in range(binned.steps)]
+
+
+def test_with_b_min_sep_each_example_stays_away_for_the_separation():
+    plan = planned("b-min-sep")
+    data = small_data(plan.examples)
+    steps = taken(open_run(plan, data), data)
+    for example in range(plan.examples):
+        present = [step for step, batch in enumerate(steps) if example in batch]
+        assert min(np.diff(present), default=plan.steps) >= plan.separation == 4
+
+
+def test_another_run_with_the_same_key_has_other_bins(plan):
+    first, second = open_run(plan), open_run(plan, run_id="77" * 16)
+    batches = [
+        [p.stepper.sampler.batch(i).tolist() for i in range(plan.steps)]
+        for p in (first, second, open_run(plan))
+    ]
+    assert batches[0] == batches[2]
+    assert batches[0] != batches[1]
+
+
+def test_bins_without_an_example_take_their_noisy_step():
+    """Five examples in ten bins."""
+    plan = planned("blt", examples=5, batch_size=0.5)
+    assert plan.cycle == 10
+    data = small_data(5)
+    steps = taken(open_run(plan, data), data)
+    assert Counter(chain(*steps)) == dict.fromkeys(range(5), 2)
+    assert steps.count([]) >= 10
+    assert distance_to_oracle(plan) < 1e-5
+
+
+def test_a_pass_over_the_loader_is_an_epoch_of_all_bins(binned):
+    private = open_run(binned)
+    assert (len(private.loader), private.loader.epoch_steps) == (binned.cycle, binned.cycle)
+
+
+# --- how the batches are loaded ---------------------------------------------------------------------------
+
+
+class Stream:
+    """(index, example) for all examples, backwards."""
+
+    def __init__(self, data):
+        self.data, self.passes = data, 0
+
+    def __iter__(self):
+        self.passes += 1
+        return ((index, self.data[index]) for index in reversed(range(len(self.data))))
+
+
+@pytest.mark.parametrize("name", ["blt", "b-min-sep"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"physical_batch_size": 1},
+        {"physical_batch_size": 4},
+        {"epoch_steps": 7},
+        {"data": Stream(_double()), "physical_batch_size": 4},
+        {"data": Stream(_double()), "epoch_steps": 7},
+        {"data": torch_data.DataLoader(_double(), batch_size=7, shuffle=True, drop_last=True)},
+        {"data": torch_data.Subset(_double(), range(60)), "clipping": "hooks"},
+    ],
+    ids=["one by one", "pieces", "other passes", "stream", "stream, other passes", "DataLoader", "data set"],
+)
+def test_however_batches_are_loaded_the_weights_are_the_same(name, options):
+    plan = planned(name)
+    whole = train(open_run(plan, _double(), bins_model().double()))
+    other = train(open_run(plan, **{"data": _double(), **options}, model=bins_model().double()))
+    torch.testing.assert_close(weights(other.model), weights(whole.model), rtol=0, atol=1e-7)
+
+
+def test_one_pass_over_a_stream_collects_several_bins(blt):
+    stream = Stream(small_data(blt.examples))
+    train(open_run(blt, stream))
+    assert stream.passes == 1 + 2 * 3  # for the self-test; then four, four and two of ten bins, twice
+
+
+def steps_with(private, batch):
+    x, y = batch
+    private.criterion(private.model(x), y).backward()
+    private.optimizer.step()
+
+
+@pytest.mark.parametrize("drawn", [0, 1], ids=["after a step", "with a batch that was drawn"])
+def test_passes_that_are_broken_off_leave_no_bin_out(blt, drawn):
+    whole, private = train(open_run(blt)), open_run(blt, self_test=False)
+    while not private.finished:
+        for number, batch in enumerate(private.loader):
+            if drawn and number == 3:
+                break
+            steps_with(private, batch)
+            if not drawn and number == 2:
+                break
+    assert torch.equal(weights(private.model), weights(whole.model))
+
+
+def test_a_loop_that_begins_a_pass_for_every_batch_trains_or_is_told(blt):
+    private = open_run(blt, self_test=False)
+    while not private.finished:
+        steps_with(private, next(iter(private.loader)))
+    private = open_run(blt)
+    with pytest.raises(RuntimeError, match="the self-test was left in the middle 10 times"):  # noqa: PT012
+        while not private.finished:
+            steps_with(private, next(iter(private.loader)))
+
+
+@pytest.mark.parametrize("change", [lambda rows: rows.pop(0), lambda rows: rows.append(rows[0])])
+def test_a_data_set_that_changes_its_length_during_the_run_is_refused(blt, change):
+    rows = list(small_data(blt.examples))
+    private = train(open_run(blt, rows), until=10)
+    change(rows)
+    with pytest.raises(ValueError, match=r"^len\(dataset\)=.*was 60 when the run began"):
+        train(private)
+
+
+@pytest.mark.parametrize(
+    "option", [{"shuffle": True}, {"drop_last": True}, {"batch_size": 3}, {"batch_sampler": [[0]]}]
+)
+@pytest.mark.parametrize("data", [small_data(60), torch_data.Subset(small_data(60), range(60))])
+def test_options_that_would_choose_batches_are_refused(blt, data, option):
+    with pytest.raises(ValueError, match=r"^loader_options=.*the plan draws the batches"):
+        open_run(blt, data, loader_options=option)
+
+
+# --- restarts ---------------------------------------------------------------------------------------------
+
+
+def test_a_restart_in_the_middle_of_an_epoch_goes_on_bit_for_bit(plan, tmp_path):
+    whole = train(open_run(plan, run_folder=tmp_path / "whole"))
+    first = train(open_run(plan, run_folder=tmp_path / "cut", save_every=4), until=14)
+    first.close()
+    second = open_run(plan, run_folder=tmp_path / "cut")
+    assert second.resume()
+    assert second.steps_taken == 12
+    assert torch.equal(weights(train(second).model), weights(whole.model))
+    assert second.ledger.replays == 2
+
+
+def test_released_bins_are_not_released_again_with_other_gradients(plan, tmp_path):
+    train(open_run(plan, run_folder=tmp_path, save_every=4), until=14).close()
+    data = small_data(plan.examples)
+    data.tensors[0][:] += 1
+    private = open_run(plan, data, run_folder=tmp_path)
+    private.resume()
+    with pytest.raises(ValueError, match="step=12: was released before with another sum of gradients"):
+        train(private)
+
+
+def test_a_run_with_bins_killed_seven_times_is_the_run_that_was_not(blt, tmp_path):
+    path = blt.save(tmp_path / "plan.json")
+    result = subprocess.run(
+        [sys.executable, HERE / "killed_training.py", tmp_path, "7", path],
+        capture_output=True, text=True, timeout=200, check=True, env=environment(),
+    )  # fmt: skip
+    assert sum(json.loads(result.stdout).values()) >= 5
+    clean, killed = (torch.load(tmp_path / name / "final.pt") for name in ("clean", "killed"))
+    assert torch.equal(clean, killed)
+
+
+def test_the_plan_of_the_same_call_resumes_the_run_and_one_with_another_certificate_does_not(
+    tmp_path, monkeypatch
+):
+    folder = tmp_path / "run"
+    whole = train(open_run(planned("inverse")))
+    train(open_run(planned("inverse"), run_folder=folder, save_every=4), until=9).close()
+    again = open_run(planned("inverse"), run_folder=folder)
+    assert again.resume()
+    again.close()
+    monkeypatch.setenv("BANDMF_CACHE", str(tmp_path / "another machine"))
+    with pytest.raises(ValueError, match=r"^plan=.*Plan\.load\(folder / 'plan\.json'\).*another certificate"):
+        open_run(planned("inverse"), run_folder=folder)
+    there = open_run(bandmf.Plan.load(folder / "plan.json"), run_folder=folder)
+    assert there.resume()
+    assert torch.equal(weights(train(there).model), weights(whole.model))
+
+
+def test_a_plan_that_was_not_kept_is_kept_by_the_next_start(blt, tmp_path):
+    """The start was interrupted after the ledger, or the file was removed."""
+    open_run(blt, run_folder=tmp_path).close()
+    (tmp_path / "plan.json").unlink()
+    open_run(blt, run_folder=tmp_path).close()
+    assert bandmf.Plan.load(tmp_path / "plan.json") == blt
+    assert (tmp_path / "plan.json").stat().st_mode & 0o777 == 0o600
+
+
+# --- plans that are not what was certified ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda plan: {"noise_multiplier": plan.noise_multiplier / 2}, "noise of"),
+        (lambda plan: {"epsilon": 4.0}, "is for epsilon=8"),
+        (lambda plan: {"delta": 1e-4}, "is for epsilon=8"),
+        (lambda plan: {"batch_size": 12.0}, "is for (cycle|separation)="),
+        (lambda plan: {"certificate": None}, "needs a certificate of its own"),
+        (lambda plan: {"certificate": None, "epsilon": float("inf")}, "needs a certificate of its own"),
+        (lambda plan: {"strategy": Identity(plan.steps)}, "certif|bands"),
+        (lambda plan: {"adjacency": "replace"}, "not against adjacency='replace'"),
+        (lambda plan: {"max_batch_size": 9}, "max_batch_size=9"),
+    ],
+    ids=["noise", "epsilon", "delta", "size", "none", "no promise", "strategy", "adjacency", "cap"],
+)
+@pytest.mark.parametrize("name", ["blt", "b-min-sep"])
+def test_a_plan_that_was_changed_behind_its_back_does_not_train(name, change, message):
+    plan = planned(name)
+    forged = copy.copy(plan)
+    _ = forged.digest, forged.sensitivity, forged.error  # what is cached by now must not count
+    for name, value in change(plan).items():
+        object.__setattr__(forged, name, value)
+    with pytest.raises(ValueError, match=message):
+        open_run(forged)
+
+
+def test_a_lowered_certificate_does_not_train(plan):
+    certificate = copy.copy(plan.certificate)
+    object.__setattr__(certificate, "sigma", plan.certificate.sigma / 2)
+    forged = copy.copy(plan)
+    object.__setattr__(forged, "certificate", certificate)
+    object.__setattr__(forged, "noise_multiplier", certificate.sigma)
+    with pytest.raises(ValueError, match="certif"):
+        open_run(forged)
+    with pytest.raises(ValueError, match="certif"):
+        forged.confirm()
+
+
+# --- ranks ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, HERE / "rank_bins.py", folder]
+    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return folder
+
+
+def test_two_ranks_train_with_bins_what_one_process_trains(ranks):
+    first, second = (torch.load(ranks / f"weights-{rank}.pt") for rank in (0, 1))
+    alone = train(open_run(bandmf.Plan.load(ranks / "run" / "plan.json")))
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, weights(alone.model), rtol=0, atol=2e-6)
+
+
+def test_ranks_that_planned_for_themselves_train_by_the_plan_of_rank_0(ranks):
+    (first, used), (second, also_used) = ((ranks / f"plans-{rank}").read_text().split() for rank in (0, 1))
+    assert first != second
+    assert first == used == also_used
+
+
+def test_ranks_with_plans_for_different_promises_are_refused(ranks):
+    for rank in (0, 1):
+        assert (ranks / f"refused-{rank}").read_text().startswith("plan: rank 1 has one for {'epsilon': 9")
