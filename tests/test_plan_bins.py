@@ -198,6 +198,33 @@ def test_estimates_and_borrowed_certificates_never_make_a_plan(plan, change, mes
         dataclasses.replace(plan, **change)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"noise_multiplier": 1e-3},
+        {"epsilon": 0.01},
+        {"epsilon": math.inf},
+        {"delta": 1e-12},
+        {"batch_size": 500.0},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_plan_that_was_changed_by_force_is_not_confirmed(plan, change):
+    changed = copy.deepcopy(plan)
+    for name, value in change.items():
+        object.__setattr__(changed, name, value)
+    for check in (changed.confirm, changed.verify):
+        with pytest.raises(NotCertifiedError, match="is for"):
+            check()
+
+
+@pytest.mark.parametrize("budget", [{"epsilon": 150.0}, {"epsilon": 1e-3}, {"delta": 0.3}], ids=str)
+def test_budgets_far_from_any_use_are_planned_with_cyclic_poisson(budget):
+    found = bandmf.plan(**{**SMALL, "steps": 40, **budget})
+    assert found.spent() <= found.epsilon * (1 + 1e-9)
+    assert found.choice
+
+
 def test_more_noise_than_certified_is_allowed(plan):
     assert dataclasses.replace(plan, noise_multiplier=2 * plan.noise_multiplier).rmse == 2 * plan.rmse
 
@@ -259,10 +286,11 @@ def test_what_only_cyclic_poisson_has_asks_for_it(given):
         ({"mechanism": "banded-inverse"}, "banded-inverse", 0),
         ({"mechanism": "banded-inverse", "inverse_bands": 4}, "banded-inverse", 0),
         ({"mechanism": "banded", "sampling": "balls-in-bins", "bands": 6}, "banded", 5),
+        ({"sampling": "balls-in-bins", "bands": 6}, "banded", 5),
         ({"mechanism": "banded-inverse", "parameters": 10, "memory": 40.0 * 3}, "banded-inverse", 3),
         ({"parameters": 10, "memory": 1.0}, "banded-inverse", 0),  # memory for nothing
     ],
-    ids=["blt", "inverse", "inverse of 4", "banded", "inverse keeping 3", "no memory"],
+    ids=["blt", "inverse", "inverse of 4", "banded", "bands", "inverse keeping 3", "no memory"],
 )
 def test_a_mechanism_that_is_asked_for_is_planned(given, mechanism, vectors):
     found = bandmf.plan(**SMALL, **given)
@@ -293,6 +321,10 @@ def test_a_strategy_of_ones_own_is_certified():
         ({"mechanism": "dense"}, "mechanism='dense'"),
         ({"mechanism": "blt", "inverse_bands": 4}, "inverse_bands=4"),
         ({"inverse_bands": 0}, "inverse_bands=0"),
+        ({"inverse_bands": 3, "sampling": "cyclic-poisson"}, "inverse_bands=3: is for balls-in-bins"),
+        ({"inverse_bands": 3, "bands": 3}, "inverse_bands=3: is for balls-in-bins"),
+        ({"mechanism": "blt", "bands": 8}, "bands=8: has no meaning with mechanism='blt'"),
+        ({"mechanism": "blt", "strategy": strategies.Identity(80)}, "has no meaning with mechanism='blt'"),
         ({"certify_seconds": 0}, "certify_seconds=0"),
         ({"mechanism": "blt", "workload": workloads.momentum(80, 0.9)}, "running sums only"),
         ({"workload": SCHEDULED}, "must be Toeplitz"),
@@ -329,6 +361,19 @@ def test_its_sampler_keeps_examples_apart_and_batches_at_their_size(separated):
     steps = [np.flatnonzero(column) for column in taken.T]
     assert min(np.diff(each).min() for each in steps if len(each) > 1) >= 4
     assert taken.sum() / 40 == pytest.approx(50, abs=5)
+
+
+def test_the_last_digit_of_a_ratio_refuses_nothing():
+    """examples / batch_size is 7, but steps / (steps * batch_size / examples) a little less."""
+    found = bandmf.plan(
+        epsilon=8, delta=1e-3, examples=70, batch_size=10, steps=9, sampling="b-min-sep", bands=7
+    )
+    assert found.sampling_probability == 1
+    one, other = (
+        bandmf.plan(epsilon=8, delta=1e-3, examples=n, batch_size=b, steps=30, sampling="b-min-sep", bands=2)
+        for n, b in ((1000, 16.6), (1500, 24.9))
+    )
+    assert one.noise_scale == other.noise_scale
 
 
 def test_a_certificate_for_another_sampling_is_refused(plan, separated):

@@ -37,6 +37,7 @@ def in_bins(request: Request) -> Request:
 def families(request: Request) -> Iterator[tuple[str, int]]:
     """(mechanism, size) of what is worth trying: what was asked for, or what fits workload and memory."""
     asked, room, cycle = request.mechanism, request.max_vectors, request.cycle or 1
+    asked = "banded" if request.bands is not None else asked
     room = request.steps if room is None else room
     fits = request.workload.is_prefix and room >= BUFFERS
     if asked == "blt" or (asked == "auto" and fits):

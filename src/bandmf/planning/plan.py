@@ -18,6 +18,7 @@ from bandmf.accounting.events import (
     one_release,
     sampling_probability,
 )
+from bandmf.accounting.min_separation import Certificate as SeparationCertificate
 from bandmf.accounting.verified import CERTIFICATES, Certificate, subject, verify_once
 from bandmf.error import mean_squared_error, rmse
 from bandmf.participation import Participation
@@ -83,7 +84,7 @@ class Plan(Setup):
             raise _check.fail("certificate", found, needed, "make a new plan with bandmf.plan")
         if found is None:
             return
-        enough = found.epsilon <= self.epsilon and found.delta <= self.delta
+        enough = found.epsilon <= self.epsilon < math.inf and found.delta <= self.delta
         if not enough or found.sigma > self.noise_multiplier:
             raise NotCertifiedError(
                 f"certificate: is for epsilon={found.epsilon:g}, delta={found.delta:g} and noise of "
@@ -93,8 +94,10 @@ class Plan(Setup):
         if isinstance(found, BinsCertificate):
             certified, planned = f"cycle={found.cycle}", f"cycle={self.cycle}"
         else:
+            probability = self.joining_probability(self.bands)
+            alike = math.isclose(found.probability, probability, rel_tol=1e-9)
             certified = f"separation={found.separation}, probability={found.probability!r}"
-            planned = f"separation={self.separation}, probability={self.sampling_probability!r}"
+            planned = f"separation={self.bands}, probability={found.probability if alike else probability!r}"
         if certified != planned:
             raise NotCertifiedError(
                 f"certificate: is for {certified}, not for {planned}; make a new plan with bandmf.plan"
@@ -130,6 +133,7 @@ class Plan(Setup):
         if self.certificate is None:
             self.confirm()
             return None
+        self._check_certificate()
         return self.certificate.verify(subject(self.certificate, self.strategy), seed)
 
     @property
@@ -157,8 +161,8 @@ class Plan(Setup):
         """
         if self.in_bins:
             return None
-        if self.separation is not None:
-            return self.joining_probability(self.separation)
+        if isinstance(self.certificate, SeparationCertificate):
+            return self.certificate.probability
         if not self.amplified:
             return 1.0
         assert self.examples is not None

@@ -58,7 +58,7 @@ def plan(
     `sampling` is "cyclic-poisson" (the paper's), "balls-in-bins" (each example once an epoch, at a secret place of its
     own), "b-min-sep" (each joins at random, never twice within `bands` steps), or "auto": balls-in-bins where that is
     certified, within about `certify_seconds`, to have less error, else cyclic Poisson; `plan.choice` says why. `bands`,
-    `strategy` and `noise_multiplier` are for cyclic Poisson, unless `sampling` says otherwise. `mechanism` is "banded",
+    `strategy` and `noise_multiplier` ask for cyclic Poisson, unless `sampling` says otherwise. `mechanism` is "banded",
     for balls-in-bins also "blt" (4 vectors of noise) or "banded-inverse" with `inverse_bands` (none, at as many draws),
     or "auto": of those with nearly the least error the one whose noise takes the least time.
 
@@ -95,6 +95,7 @@ def plan(
         if sampling != "auto":
             raise _check.fail("sampling", sampling, "has no meaning for plans with participation=")
         return _unamplified(request, progress)
+    _check_combination(request, sampling)
     if _only_cyclic(request, sampling):
         return _cyclic(request, progress)
     seconds = _check.real("certify_seconds", certify_seconds, 0, open_low=True)
@@ -105,19 +106,33 @@ def plan(
     return _better(request, seconds, progress)
 
 
-def _only_cyclic(request: Request, sampling: str) -> bool:
-    """Whether cyclic Poisson sampling was asked for, by name or by fixing what only it has."""
-    if sampling in ("cyclic-poisson", "b-min-sep") and request.mechanism in ("banded-inverse", "blt"):
+def _check_combination(request: Request, sampling: str) -> None:
+    """Refuse what would otherwise be ignored."""
+    unbanded = request.mechanism in ("banded-inverse", "blt")
+    if sampling in ("cyclic-poisson", "b-min-sep") and unbanded:
         raise _check.fail(
             "mechanism",
             request.mechanism,
             f"has no amplification by sampling={sampling!r}: its noise is correlated over all steps",
             "use sampling='balls-in-bins'",
         )
-    if sampling == "cyclic-poisson":
-        return True
-    fixed = (request.bands, request.strategy, request.noise_multiplier)
-    return sampling == "auto" and any(each is not None for each in fixed)
+    for name in ("bands", "strategy", "noise_multiplier"):
+        if unbanded and getattr(request, name) is not None:
+            value = getattr(request, name)
+            raise _check.fail(name, value, f"has no meaning with mechanism={request.mechanism!r}")
+    if request.inverse_bands is not None and (sampling in ("cyclic-poisson", "b-min-sep") or _fixed(request)):
+        raise _check.fail(
+            "inverse_bands", request.inverse_bands, "is for balls-in-bins with mechanism='banded-inverse'"
+        )
+
+
+def _fixed(request: Request) -> bool:
+    return any(each is not None for each in (request.bands, request.strategy, request.noise_multiplier))
+
+
+def _only_cyclic(request: Request, sampling: str) -> bool:
+    """Whether cyclic Poisson sampling was asked for, by name or by fixing what only it has."""
+    return sampling == "cyclic-poisson" or (sampling == "auto" and _fixed(request))
 
 
 def _cyclic(request: Request, progress: Progress | None, choice: str = "") -> Plan:
@@ -170,7 +185,10 @@ def _better(request: Request, seconds: float, progress: Progress | None) -> Plan
     if obstacle := _obstacle(request):
         return _cyclic(request, progress, f"cyclic Poisson sampling, since balls-in-bins {obstacle}")
     binned = bins.in_bins(request)
-    found = bins.search(binned, progress)
+    try:
+        found = bins.search(binned, progress)
+    except (ValueError, ArithmeticError) as error:  # budgets far from any use
+        return _cyclic(request, progress, f"cyclic Poisson sampling, since balls-in-bins failed: {error}")
     guess = bins.cheapest(found)
     candidates = Candidates(request, progress)
     cyclic, strategy, without_limit = _best_cyclic(request, candidates, alone=False)
@@ -183,8 +201,10 @@ def _better(request: Request, seconds: float, progress: Progress | None) -> Plan
     if less(guess.candidate) > 0:
         try:
             chosen, certificate = bins.certified(binned, guess, seconds, progress)
-        except NotCertifiedError:
+        except NotCertifiedError as error:
             refused = f"balls-in-bins could not be certified within certify_seconds={seconds:g}"
+            if not str(error).startswith("seconds="):
+                refused = f"balls-in-bins could not be certified: {error}"
         else:
             if less(chosen.candidate) > 0:
                 choice = _in_favor(chosen.candidate, cyclic, less(chosen.candidate))
@@ -223,7 +243,7 @@ def _with(found: list[Found], chosen: Found) -> tuple[Candidate, ...]:
 def _in_favor(chosen: Candidate, cyclic: Candidate, less: float) -> str:
     return (
         f"balls-in-bins, certified: {less:.0%} less error than the best plan with cyclic Poisson sampling, with "
-        f"{chosen.vectors} vectors of noise instead of {cyclic.vectors}"
+        f"a noise history of {chosen.vectors} vectors instead of {cyclic.bands - 1}"
     )
 
 

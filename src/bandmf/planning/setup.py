@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from bandmf import _check
 from bandmf.accounting.bins.gram import MAX_CYCLE
 from bandmf.accounting.events import ADJACENCIES, Event, cyclic_poisson, one_release
-from bandmf.accounting.min_separation.law import joining_probability
 from bandmf.noise.schedule import BYTES_PER_NUMBER, DEVICES, vectors_held
 from bandmf.participation import Participation, checked_participation
 from bandmf.sampling import cycle_length
@@ -139,16 +138,21 @@ class Setup:
 
     def joining_probability(self, bands: int) -> float:
         """Of b-min-sep: that an example joins when it may, so that batches have their expected size."""
+        return min(1.0, 1 / max(self._period - bands + 1, 1.0))
+
+    @property
+    def _period(self) -> float:
+        """Steps between two participations, on average; whole where rounding alone makes it differ from that."""
         assert self.examples is not None
-        epochs = self.steps * self.batch_size / self.examples
-        return joining_probability(self.steps, epochs, bands)
+        period = self.examples / self.batch_size
+        return round(period) if math.isclose(period, round(period), rel_tol=1e-9) else period
 
     @property
     def most_bands(self) -> int:
         """More bands than this would ask for batches larger than a part of the data."""
         if not self.amplified or self.in_bins or self.examples is None:
             return self.steps
-        return max(1, min(self.steps, int(self.examples / self.batch_size)))
+        return max(1, min(self.steps, int(self._period)))
 
     def check_bands(self, name: str, bands: int) -> None:
         """Fail if there are more bands than batches, or than fit into memory."""

@@ -45,7 +45,8 @@ class Ranks:
     def same_plan(self, plan: Plan) -> Plan:
         """The plan of rank 0, as ranks that planned at the same time can have different certificates of one promise."""
         promise = {
-            name: getattr(plan, name) for name in ("epsilon", "delta", "adjacency", "examples", "steps")
+            name: getattr(plan, name)
+            for name in ("epsilon", "delta", "adjacency", "examples", "steps", "sampling", "participation")
         }
         found = self.gather((promise, plan.digest))
         if odd := [rank for rank, (other, _) in enumerate(found) if other != found[0][0]]:
