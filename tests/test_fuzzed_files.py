@@ -177,14 +177,14 @@ class Folders:
         private = train(make_private(model, optimizer, small_data(), simple_plan(steps=12), **options), 5)
         private.save()
         self.entries, self.chain = private.ledger.entries, private.ledger.chain()
-        self.run = private.ledger.run
+        self.run, self.plan = private.ledger.run, private.plan
         private.close()
         self.files = [self.root / "key", self.root / "ledger.jsonl"]
 
     def loader(self, file):
         def load(_):
             opened = Opened(self.root, None, None, Ranks([]))
-            opened.begin(self.run)
+            opened.begin(self.run, self.plan)
             ledger = opened.ledger
             ledger.close()
             assert (ledger.entries, ledger.chain()) == (self.entries, self.chain)
