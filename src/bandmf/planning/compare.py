@@ -48,8 +48,8 @@ def compare(
     at least steps / epochs apart. The noise of balls-in-bins is estimated here, not certified: `bandmf.plan` does that.
 
     >>> table = compare(epsilon=8, delta=1e-6, steps=64, epochs=2)
-    >>> table[0].mechanism, table[0].ratio
-    ('BLT in bins', 1.0)
+    >>> table[0].mechanism.endswith("in bins"), table[0].ratio
+    (True, 1.0)
     """
     steps = _check.whole("steps", steps)
     epochs = _check.whole("epochs", epochs, 1, steps, f"steps={steps}")

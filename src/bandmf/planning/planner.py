@@ -66,7 +66,7 @@ def plan(
     >>> p.sampling, p.cycle, p.rmse < p.candidates[0].rmse  # candidates[0] is DP-SGD
     ('balls-in-bins', 100, True)
     >>> plan(epsilon=8, delta=1e-6, examples=50_000, batch_size=500, steps=400, sampling="cyclic-poisson").bands
-    54
+    100
     """
     _check.choice("sampling", sampling, ("auto", "cyclic-poisson", "balls-in-bins", "b-min-sep"))
     request = checked_request(
