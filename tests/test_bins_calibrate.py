@@ -10,7 +10,9 @@ import pytest
 
 from bandmf.accounting.bins import NotCertifiedError, calibrate, estimate, gram_matrix
 from bandmf.accounting.bins.divergences import remove_sums
+from bandmf.accounting.bins.estimate import solve
 from bandmf.accounting.bins.loss import privacy_loss
+from bandmf.accounting.bins.sampling import Sums
 from bandmf.accounting.bins.tuning import Pilot, samples_for
 from bandmf.strategies import Identity
 from bins_oracles import REFERENCE, TWO, gaussian_sigma, reference_strategy, two_position_deltas
@@ -58,6 +60,27 @@ def test_one_position_has_the_sigma_of_the_gaussian_mechanism(epsilon, delta):
 def test_an_estimate_is_a_function_of_its_seed():
     first, again, other = (estimate(TWO, 1.0, 1e-4, samples=2**12, seed=seed) for seed in (1, 1, 2))
     assert first.sigma == again.sigma != other.sigma
+
+
+def straight(sigma, until):
+    """A curve of slope -30 through 1e-8 at sigma=2, of which no sample shows anything from `until` on."""
+    mean = 1e-8 * (2 / sigma) ** 30 if sigma < until else 0.0
+    return Sums(1000, 1000 * mean, 1000 * mean**2, mean)
+
+
+@pytest.mark.parametrize("until", [2.001, 2.02, 2.1, 9.0])
+@pytest.mark.parametrize("first", [1.9, 2.05, 2.3])
+def test_draws_that_show_nothing_at_a_larger_sigma_do_not_end_the_search(first, until):
+    """Once they did, with a math domain error, for some seeds."""
+    sigma, sums, slope = solve(lambda sigma: straight(sigma, until), first, 1e-8)
+    assert sigma == pytest.approx(2, rel=0.02)
+    assert sums.mean > 0
+    assert -200 <= slope <= -2
+
+
+def test_draws_that_show_nothing_at_all_get_one_sentence():
+    with pytest.raises(NotCertifiedError, match="1000 samples show nothing near sigma="):
+        solve(lambda sigma: straight(sigma, 0), 2.0, 1e-8)
 
 
 def test_the_posterior_is_the_derivative_of_delta():

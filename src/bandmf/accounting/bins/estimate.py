@@ -15,6 +15,7 @@ import numpy as np
 from bandmf import _check
 from bandmf._types import FloatArray
 from bandmf.accounting.bins import tuning
+from bandmf.accounting.bins.certificate import NotCertifiedError
 from bandmf.accounting.bins.divergences import ESTIMATE, POSTERIOR, add_sums, remove_sums
 from bandmf.accounting.bins.gram import checked_gram
 from bandmf.accounting.bins.loss import privacy_loss
@@ -31,6 +32,7 @@ _SHORT, _BASE = (
 )  # steps of log sigma: too short for a slope (draws jump), and the one for the last slope
 _WINDOW = 0.15  # of log L around epsilon, for the posterior there
 _CLOSE, _WIDEST = 30, 100.0  # samples in it, and where to stop widening it
+_NOTHING = 1e-300  # in place of a mean of zero
 Curve = Callable[[float], Sums]
 
 
@@ -133,20 +135,32 @@ def _guess(gram: FloatArray, epsilon: float, delta: float) -> float:
 
 
 def solve(curve: Curve, sigma: float, delta: float) -> tuple[float, Sums, float]:
-    """Sigma, sums and slope where the sampled curve meets delta: secant steps on log scales."""
+    """Sigma, sums and slope where the sampled curve meets delta: secant steps on log scales.
+
+    Where no sample is beyond epsilon the curve is zero, and steps go back to a smaller sigma.
+    """
+
+    def height(sums: Sums) -> float:
+        return math.log(max(sums.mean, _NOTHING) / delta)
+
     slope = -30.0
     x, sums = math.log(sigma), curve(sigma)
     for _ in range(12):
-        value = math.log(sums.mean / delta)
+        value = height(sums)
         step = min(max(-value / slope, -0.05), 0.05)
         if abs(step) < 1e-5:
             break
         sums = curve(math.exp(x + step))
         if abs(step) > _SHORT:
-            slope = _believed((math.log(sums.mean / delta) - value) / step)
+            slope = _believed((height(sums) - value) / step)
         x += step
+    if sums.mean <= 0:
+        raise NotCertifiedError(
+            f"delta={delta:g}: {sums.count} samples show nothing near sigma={math.exp(x):.4g}; raise delta, or use "
+            "sampling='cyclic-poisson'"
+        )
     ahead = curve(math.exp(x + _BASE))
-    return math.exp(x), sums, _believed(math.log(ahead.mean / sums.mean) / _BASE)
+    return math.exp(x), sums, _believed((height(ahead) - height(sums)) / _BASE)
 
 
 def _believed(slope: float) -> float:
