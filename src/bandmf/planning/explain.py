@@ -74,13 +74,17 @@ def _places(plan: Plan) -> str:
         )
     else:
         how = (
-            f"At every step each of the {plan.examples} examples that did not take part in the last {plan.bands - 1} "
-            f"steps joins with probability {plan.sampling_probability:.6g}, independently (b-min-sep, warm start)"
+            f"At every step each of the {plan.examples} examples{_free(plan.bands)} "
+            f"joins with probability {plan.sampling_probability:.6g}, independently (b-min-sep, warm start)"
         )
     return (
         f"{how}: {plan.batch_size:.6g} examples on average, {plan.epochs:.4g} participations. Who takes part when, and "
         "the real sizes of batches, must stay secret; shuffles, or batches of equal size, void the guarantee."
     )
+
+
+def _free(bands: int) -> str:
+    return f" that did not take part in the last {bands - 1} steps" if bands > 1 else ""
 
 
 def _certified(certificate: Certificate) -> str:
