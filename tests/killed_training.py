@@ -20,6 +20,7 @@ import torch
 import torch._dynamo  # which every optimizer imports: once here, not in every child
 
 from bandmf import Key, Plan, ledger
+from bandmf.ledger import checkpoints
 from bandmf.torch import make_private
 from bandmf.torch.clipping import bookkeeping
 from bandmf.torch.training import checkpoint
@@ -69,14 +70,14 @@ def plant(place, after):
         append = ledger.Ledger._append
         ledger.Ledger._append = lambda *a: (append(*a), die() if now() else None)
     elif place == "checkpoint":  # data are written, the name is not given
-        publish = checkpoint._publish
-        checkpoint._publish = lambda *a: die() if now() else publish(*a)
+        publish = checkpoints.publish
+        checkpoints.publish = lambda *a: die() if now() else publish(*a)
     elif place == "state":  # in the middle of collecting and writing
         collect = checkpoint.RandomState
         checkpoint.RandomState = lambda *given: die() if now() else collect(*given)
     elif place == "cleaning":  # named, the old ones not yet removed
-        remove = checkpoint.shutil.rmtree
-        checkpoint.shutil.rmtree = lambda *a: die() if now() else remove(*a)
+        remove = checkpoints.shutil.rmtree
+        checkpoints.shutil.rmtree = lambda *a: die() if now() else remove(*a)
 
 
 def attempt(folder, place, after, seconds):

@@ -15,12 +15,12 @@ from torch import nn
 
 import bandmf
 from bandmf import Plan
+from bandmf.ledger import seal
+from bandmf.ledger.run_folder import Opened
 from bandmf.planning import plan_file
 from bandmf.strategies import Dense
 from bandmf.torch import make_private
-from bandmf.torch.training import checkpoint, seal
 from bandmf.torch.training.ranks import Ranks
-from bandmf.torch.training.run_folder import Opened
 from training import simple_plan, small_data, train, weights
 
 CLEAR = (ValueError, PermissionError, RuntimeError, OSError)
@@ -255,7 +255,7 @@ def test_five_thousand_damaged_files_give_an_error_or_what_was_written(target, t
 def test_a_loader_that_unpickles_first_is_caught(tmp_path, monkeypatch):
     """The damage is given, not drawn: what is drawn first may fail in another way."""
     target = Checkpoints(tmp_path)
-    monkeypatch.setattr(checkpoint, "_verify", lambda *_: True)
+    monkeypatch.setattr(seal, "changed", lambda *_: [])
 
     def payload(contents):
         return pickle.dumps(Payload())
@@ -279,7 +279,7 @@ def test_a_loader_that_repairs_what_it_refuses_is_caught(tmp_path, monkeypatch):
         (folder.parent / "log").write_text("opened")
         read(folder, ledger)
 
-    monkeypatch.setattr("bandmf.torch.training.run_folder.seal.check_all", hasty)
+    monkeypatch.setattr("bandmf.ledger.run_folder.seal.check_all", hasty)
     with pytest.raises(AssertionError, match="loading wrote something"):
         try_all(target, 100, tmp_path)
 

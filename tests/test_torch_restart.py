@@ -124,10 +124,10 @@ def test_other_data_after_a_restart_are_refused_for_released_steps(tmp_path):
 
 
 def test_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch):
-    from bandmf.torch.training import checkpoint
+    from bandmf.ledger import checkpoints
 
     private = train(open_run(tmp_path), until=6)
-    monkeypatch.setattr(checkpoint, "_publish", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(checkpoints, "publish", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         private.save()
     monkeypatch.undo()

@@ -15,7 +15,7 @@ import torch
 import torch._dynamo  # which every optimizer imports: once here, not in every rank
 import torch.distributed as dist
 
-from bandmf.torch.training import seal
+from bandmf.ledger import seal
 from children import run_ranks
 from rank_training import make
 from training import train

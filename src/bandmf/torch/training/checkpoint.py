@@ -1,8 +1,6 @@
 """Checkpoints through torch.distributed.checkpoint: one process or many, and on another number of them later.
 
-A checkpoint is a folder `checkpoints/NNN`, where NNN is the length of the ledger. It is written under another
-name, sealed (see seal.py), put on the disk and then renamed, so a crash leaves the whole of it or nothing. The last two
-are kept.
+How its folder appears, whole or not at all, and is sealed: see bandmf.ledger.checkpoints.
 
 Guarantees: a run that is killed at any moment and resumed releases the same sums and ends with the same weights
 as one that was not (on the CPU and the same number of ranks bit for bit); saving changes nothing of the run; the key is
@@ -13,9 +11,7 @@ digest is verified; only its owner can read it.
 from __future__ import annotations
 
 import io
-import os
 import pickle
-import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,17 +29,14 @@ from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from bandmf import _check
-from bandmf._files import make_private_folder, sync_folder
+from bandmf.ledger import checkpoints, seal
+from bandmf.ledger.run_folder import CHECKPOINTS
 from bandmf.torch.noise import sealing
-from bandmf.torch.training import optimizer_state, seal
+from bandmf.torch.training import optimizer_state
 from bandmf.torch.training.random_state import RandomState
-from bandmf.torch.training.run_folder import CHECKPOINTS
-from bandmf.torch.training.seal import Seal
 
 if TYPE_CHECKING:
     from bandmf.torch.training.make_private import Private
-
-KEPT = 2
 
 
 # --- the state of a run -------------------------------------------------------------------------------
@@ -127,49 +120,17 @@ def save(private: Private, folder: Path) -> Path:
     target, draft = folder / CHECKPOINTS / name, folder / CHECKPOINTS / f".writing-{name}"
     if first(target.exists):
         return target  # nothing was released since
-    first(lambda: _prepare(target.parent, draft))
+    first(lambda: checkpoints.prepare(target.parent, draft))
     with _sealed(private, copy=False) as state, _alone_or_together() as alone:
         written = dcp.save(state, checkpoint_id=draft, planner=_WritePlain(), no_dist=alone)
-    _write_seal(private, draft, written)
-    first(lambda: _publish(draft, target))
-    return target
-
-
-def _prepare(folder: Path, draft: Path) -> None:
-    """Clear what a crash left over, and make the folder to write to."""
-    make_private_folder(folder)
-    for left_over in [*folder.glob(".writing-*"), *folder.glob(".removing-*")]:
-        shutil.rmtree(left_over)
-    make_private_folder(draft)
-
-
-def _write_seal(private: Private, draft: Path, written: Metadata) -> None:
-    """Each rank digests a share of the files."""
-    stepper, ranks = private.stepper, private.stepper.ranks
     # Those that will be read: a listing of a network folder may lack the newest files of other ranks.
-    names = ranks.on_first(lambda: sorted({info.relative_path for info in written.storage_data.values()}))
-    names.append(".metadata")
-    key = stepper.engine.key
-    shares = ranks.gather(seal.digests(draft, names[ranks.rank :: ranks.world], key))
-    files = {name: digest for share in shares for name, digest in share.items()}
-
-    def write() -> None:
-        ledger, step = stepper.recorded, stepper.steps_taken
-        found = Seal(private.run_id, step, ledger.proof(step), ledger.entries, ledger.chain(), files)
-        seal.write(draft, found, key)
-
-    ranks.on_first(write)
-
-
-def _publish(draft: Path, target: Path) -> None:
-    sync_folder(draft)
-    os.rename(draft, target)
-    sync_folder(target.parent)
-    for old in seal.checkpoints(target.parent)[:-KEPT]:
-        # Renamed first: a crash in the middle of removing must not leave half a checkpoint under its name.
-        leaving = old.with_name(f".removing-{old.name}")
-        os.rename(old, leaving)
-        shutil.rmtree(leaving)
+    names = first(lambda: sorted({info.relative_path for info in written.storage_data.values()}))
+    stepper = private.stepper
+    checkpoints.add_seal(
+        draft, [*names, ".metadata"], stepper.steps_taken, stepper.ledger, stepper.engine.key, stepper.ranks
+    )
+    first(lambda: checkpoints.publish(draft, target))
+    return target
 
 
 def resume(private: Private, folder: Path) -> bool:
@@ -178,7 +139,7 @@ def resume(private: Private, folder: Path) -> bool:
     found = ranks.on_first(lambda: seal.checkpoints(folder / CHECKPOINTS))
     if not found:
         return False
-    own = _verify(private, found[-1])
+    own = checkpoints.verify(found[-1], private.run_id, stepper.ledger, ranks).run_id == private.run_id
     metadata = dcp.FileSystemReader(found[-1]).read_metadata()
     state = _template(private, metadata)
     if own:
@@ -197,30 +158,6 @@ def resume(private: Private, folder: Path) -> bool:
             stepper.noise = stepper.engine.init(stepper.parameters)
         _load_training(private, state, settings=False)
     return True
-
-
-def _verify(private: Private, path: Path) -> bool:
-    """Refuse a checkpoint that was changed; whether it is of this run, not of the one that this was copied from."""
-    stepper, ranks = private.stepper, private.stepper.ranks
-    keys = []
-
-    def check() -> Seal:
-        read, key = seal.read(path, stepper.recorded)
-        keys.append(key)
-        if read.run_id == private.run_id:
-            stepper.recorded.expect(read.step, read.proof)
-        return read
-
-    known = ranks.on_first(check)
-    key = ranks.share_key(keys[0] if keys else None)
-    mine = sorted(known.files)[ranks.rank :: ranks.world]
-    bad = sorted(name for share in ranks.gather(seal.changed(path, known, mine, key)) for name in share)
-    if bad:
-        raise ValueError(
-            f"{path / bad[0]}: was changed after it was written; restore it, or remove {path} to go on from the "
-            "checkpoint before it"
-        )
-    return known.run_id == private.run_id
 
 
 def _template(private: Private, metadata: Metadata) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bandmf import _check
 from bandmf._deprecated import warn
 from bandmf.ledger import Ledger
+from bandmf.ledger.run_folder import Opened
 from bandmf.planning import Plan
 from bandmf.randomness.key import Key
 from bandmf.sampling import sampler
@@ -23,7 +24,6 @@ from bandmf.torch.training import checkpoint
 from bandmf.torch.training.loader import Loader, from_loader
 from bandmf.torch.training.optimizer import PrivateOptimizer, PrivateScheduler
 from bandmf.torch.training.ranks import Ranks
-from bandmf.torch.training.run_folder import Opened
 from bandmf.torch.training.self_test import SelfTest
 from bandmf.torch.training.step import Stepper
 

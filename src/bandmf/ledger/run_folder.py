@@ -23,11 +23,10 @@ from typing import Any
 
 from bandmf import _check
 from bandmf._files import make_private_folder, sync_folder
-from bandmf.ledger import Ledger
+from bandmf.ledger import Ledger, seal
+from bandmf.ledger.checkpoints import Processes
 from bandmf.planning import Plan
 from bandmf.randomness.key import Key
-from bandmf.torch.training import seal
-from bandmf.torch.training.ranks import Ranks
 
 LEDGER, KEY, CHECKPOINTS, PLAN = "ledger.jsonl", "key", "checkpoints", "plan.json"
 
@@ -35,7 +34,7 @@ LEDGER, KEY, CHECKPOINTS, PLAN = "ledger.jsonl", "key", "checkpoints", "plan.jso
 class Opened:
     """A run that may go on: every rank has its id and its key, rank 0 its ledger."""
 
-    def __init__(self, folder: Path | None, key: Key | None, moved: str | None, ranks: Ranks) -> None:
+    def __init__(self, folder: Path | None, key: Key | None, moved: str | None, ranks: Processes) -> None:
         self._folder, self._given, self._ranks = folder, key, ranks
         self.ledger: Ledger | None = None
         self.run_id: str
