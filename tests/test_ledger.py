@@ -188,3 +188,90 @@ def test_steps_that_nobody_saw_may_be_withdrawn_with_a_statement(path):
     with pytest.raises(ValueError, match="withdrawn"):  # a checkpoint of the steps that were withdrawn
         again.expect(4, proof)
     again.expect(2, again.proof(2))
+
+
+# --- steps taken at once ----------------------------------------------------------------------------------
+
+
+def a_run(path, **more):
+    return Ledger(path, Key(bytes(32)), {"plan": "p", "steps": 20, **more})
+
+
+SUMS = [(b"batch %d" % i, b"sum %d" % i) for i in range(20)]
+
+
+def test_a_chunk_is_reserved_before_and_recorded_after(tmp_path):
+    ledger = a_run(tmp_path / "ledger")
+    ledger.release(0, *SUMS[0])
+    ledger.reserve(1, 4, b"inputs")
+    assert (ledger.steps_released, ledger.steps_spent) == (1, 5)  # what may have been seen counts
+    ledger.finish(1, SUMS[1:5])
+    assert (ledger.steps_released, ledger.steps_spent) == (5, 5)
+    ledger.release(5, *SUMS[5])
+    ledger.close()
+    assert a_run(tmp_path / "ledger").steps_released == 6
+
+
+def test_an_unfinished_chunk_may_only_be_taken_again_as_it_was(tmp_path):
+    ledger = a_run(tmp_path / "ledger")
+    for step in range(3):
+        ledger.release(step, *SUMS[step])
+    ledger.reserve(3, 4, b"inputs")
+    ledger.close()  # the process died
+    ledger = a_run(tmp_path / "ledger")
+    assert ledger.steps_spent == 7
+    for attempt in (
+        lambda: ledger.release(3, *SUMS[3]),
+        lambda: ledger.reserve(3, 4, b"other inputs"),
+        lambda: ledger.reserve(3, 5, b"inputs"),
+        lambda: ledger.reserve(2, 4, b"inputs"),
+    ):
+        with pytest.raises(ValueError, match="steps 3 to 6 were begun as one chunk"):
+            attempt()
+    assert ledger.release(2, *SUMS[2]) == "replay"  # what is on record is not concerned
+    entries = ledger.entries
+    ledger.reserve(3, 4, b"inputs")
+    assert ledger.entries == entries  # it is on record already
+    ledger.finish(3, SUMS[3:7])
+    assert ledger.release(7, *SUMS[7]) == "step"
+
+
+def test_a_chunk_whose_recording_was_interrupted_is_compared_and_completed(tmp_path):
+    ledger = a_run(tmp_path / "ledger")
+    ledger.reserve(0, 4, b"inputs")
+    ledger._release(0, *SUMS[0])  # and then the process died
+    ledger.close()
+    ledger = a_run(tmp_path / "ledger")
+    ledger.reserve(0, 4, b"inputs")
+    with pytest.raises(ValueError, match="another sum"):
+        ledger.finish(0, [(SUMS[0][0], b"other"), *SUMS[1:4]])
+    ledger.finish(0, SUMS[:4])
+    assert (ledger.steps_released, ledger.replays) == (4, 1)
+
+
+def test_a_chunk_that_was_released_may_be_replayed(tmp_path):
+    ledger = a_run(None)
+    ledger.reserve(0, 4, b"inputs")
+    ledger.finish(0, SUMS[:4])
+    ledger.reserve(0, 4, b"inputs")
+    ledger.finish(0, SUMS[:4])
+    assert ledger.replays == 4
+    with pytest.raises(ValueError, match="only the steps before 4 were reserved"):
+        ledger.finish(2, SUMS[2:6])
+
+
+def test_what_nobody_has_seen_of_a_chunk_can_be_withdrawn(tmp_path):
+    ledger = a_run(None)
+    ledger.release(0, *SUMS[0])
+    ledger.reserve(1, 4, b"inputs")
+    ledger.withdraw(1, "the machine lost power during the chunk")
+    assert ledger.release(1, *SUMS[2]) == "step"
+    ledger.reserve(2, 4, b"inputs")
+    ledger.finish(2, SUMS[2:6])
+    ledger.withdraw(4, "the disk with the results burned")
+    assert ledger.release(4, *SUMS[7]) == "step"
+
+
+def test_a_chunk_does_not_reach_past_the_plan():
+    with pytest.raises(ValueError, match="count"):
+        a_run(None).reserve(0, 21, b"inputs")

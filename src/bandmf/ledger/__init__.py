@@ -12,6 +12,7 @@ nothing. It also says where file and folder lie (device and inode), so that a co
 Guarantees:
 - a step is released once; the same sum again is a replay, an entry of its own; another sum is refused;
 - steps are released in order and not past the plan;
+- steps that are taken at once are reserved before, and recorded after; until then only the same chunk is permitted;
 - a run goes on only with the plan, key, clip norm, sampler and number of examples it began with;
 - the file appears with its first line or not at all; a later line torn by a crash is dropped (its step was not
   released); any other change of a line is refused. Whole lines lost at the end are noticed only by what knows of them:
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from bandmf import _check
+from bandmf.ledger.checks import check_process, expect_same
 from bandmf.ledger.file import LockedLines, Place
 from bandmf.randomness.key import Key
 
@@ -43,14 +45,6 @@ _REVEALS = (
     "of ranks, or begin a new run in another folder; if nobody ever saw anything that came of the steps from {0} on, "
     "say so with withdraw({0}, statement)"
 )
-_REMEDY = {
-    "plan": "continue with the plan of the run, which make_private saved beside the ledger: bandmf.Plan.load(folder / "
-    "'plan.json'); planning again can give another certificate, and so another plan. Or begin a run in another folder",
-    "key": "load the key of the run",
-    "clip_norm": "the noise was planned for the clip norm of the run",
-    "sampler": "the privacy of the plan rests on the batches of the sampler",
-    "examples": "the data may not change during a run",
-}
 _MOVED = (
     "if the original is gone, say so with moved='moved'; if it may still be used, moved='copied' begins a run of its "
     "own from these weights, whose privacy is spent in addition"
@@ -107,6 +101,9 @@ class Ledger:
         self._chains = bytearray()  # one for each line
         self._place: Place | None = None
         self.copied_from: dict[str, Any] | None = None
+        self._reserved: tuple[int, int, str] | None = (
+            None  # the last chunk: its first step, its end, what goes in
+        )
         self.replays = 0
         self._begun = False
 
@@ -120,9 +117,9 @@ class Ledger:
             self._file.take_up()
         try:
             if self.entries:
-                _expect(self.run, dict(run), self._file and self._file.path)
+                expect_same(self.run, dict(run), self._file and self._file.path)
             elif self.copied_from is not None:
-                _expect(
+                expect_same(
                     {"plan": self.copied_from["plan"]},
                     {"plan": run.get("plan")},
                     self._file and self._file.path,
@@ -143,7 +140,7 @@ class Ledger:
             "run_id": self.run_id,
             "plan": self.run.get("plan"),  # without which nobody could tell what those steps have spent
             "number": self.number,
-            "steps": [*self.inherited_steps, self.steps_released],
+            "steps": [*self.inherited_steps, self.steps_spent],
         }
         self._forget(_fresh_run_id())
         self.copied_from = ancestor
@@ -203,6 +200,11 @@ class Ledger:
         return len(self._released) // (2 * _SIZE)
 
     @property
+    def steps_spent(self) -> int:
+        """As `steps_released`, with those of a chunk that did not finish: they may have been seen."""
+        return self._pending[1] if self._pending else self.steps_released
+
+    @property
     def inherited_steps(self) -> list[int]:
         """How many steps the runs had released that this one was copied from, oldest first."""
         return list(self.copied_from["steps"]) if self.copied_from else []
@@ -213,11 +215,57 @@ class Ledger:
         Returns "step", or "replay" if this very sum was released before; refuses anything else.
         """
         self._check_process()
+        self._check_step(step)
+        if self._pending and step >= self._pending[0]:
+            raise self._unfinished(step)
+        return self._release(step, batch, total)
+
+    def reserve(self, step: int, count: int, inputs: bytes) -> None:
+        """Record, on the disk, that `count` steps from this one on are about to be taken at once, as a chunk.
+
+        Their sums are known only when their noise has been added, and `finish` records them then. `inputs` is all that
+        decides them. Until then nothing but this chunk, with these inputs, may be taken: its noise may be known.
+        """
+        self._check_process()
+        self._check_step(step)
+        end = step + _check.whole("count", count, 1, self._steps - step, "steps of the plan that are left")
+        chunk = step, end, self._digest(inputs).hex()
+        if self._pending and end > self._pending[0] and chunk != self._pending:
+            raise self._unfinished(step)
+        if end > self.steps_released and chunk != self._pending:
+            self._append({"kind": "reserve", "step": step, "count": count, "inputs": chunk[2]})
+            self._reserved = chunk
+
+    def finish(self, step: int, sums: list[tuple[bytes, bytes]]) -> None:
+        """Record the (batch, total) of every step of a chunk that was reserved, from this step on."""
+        self._check_process()
+        if step + len(sums) > self.steps_spent:
+            raise _check.fail("count", len(sums), f"only the steps before {self.steps_spent} were reserved")
+        for number, (batch, total) in enumerate(sums, start=step):
+            self._release(number, batch, total)
+
+    @property
+    def _pending(self) -> tuple[int, int, str] | None:
+        """The chunk that was reserved and did not finish."""
+        return self._reserved if self._reserved and self.steps_released < self._reserved[1] else None
+
+    def _unfinished(self, step: int) -> ValueError:
+        assert self._pending is not None
+        first, end, _ = self._pending
+        return _check.fail(
+            "step", step, f"the steps {first} to {end - 1} were begun as one chunk that did not end, and their noise "
+            "may be known", "take just this chunk again, from the same weights, with the same batches and program; "
+            + _REVEALS.format(first),
+        )  # fmt: skip
+
+    def _check_step(self, step: int) -> None:
         _check.whole("step", step, 0, self._steps - 1, remedy=f"the plan ends after steps={self._steps}")
         if step > self.steps_released:
             raise _check.fail(
                 "step", step, f"must be at most {self.steps_released}: steps are released in order"
             )
+
+    def _release(self, step: int, batch: bytes, total: bytes) -> str:
         found, before = self._digest(batch) + self._digest(total), self._digests(step)
         if before and found != before:
             what = "sum of gradients" if found[:_SIZE] == before[:_SIZE] else "batch of examples"
@@ -315,34 +363,16 @@ class Ledger:
         if kind == "run":
             self.copied_from = entry.get("copied_from")
             self.run = {name: value for name, value in entry.items() if name not in _BOOKKEEPING}
+        elif kind == "reserve":
+            self._reserved = entry["step"], entry["step"] + entry["count"], entry["inputs"]
         elif kind != "moved":
             self._apply(kind, entry["step"], bytes.fromhex(entry.get("batch", "") + entry.get("sum", "")))
 
     def _apply(self, kind: str, step: int, found: bytes = b"") -> None:
         if kind == "withdraw":
             del self._released[2 * _SIZE * step :]
+            self._reserved = None  # all before this step is on record, and all after it was never seen
         elif kind == "replay":
             self.replays += 1
         else:
             self._released += found
-
-
-def check_process(opened_by: int) -> None:
-    """Refuse to release anything in a fork of the process that opened the run."""
-    if os.getpid() != opened_by:
-        raise RuntimeError(
-            f"this run was opened by process {opened_by}, and this is process {os.getpid()}, a fork of it: both would "
-            "use the same noise for different sums; call make_private in the process that trains"
-        )
-
-
-def _expect(recorded: dict[str, Any], given: dict[str, Any], path: Any) -> None:
-    given = json.loads(json.dumps(given))
-    for name in sorted(recorded.keys() | given.keys(), key=lambda name: (name not in _REMEDY, name)):
-        if recorded.get(name) != given.get(name):
-            raise _check.fail(
-                name,
-                given.get(name),
-                f"the run in {path} began with {recorded.get(name)!r}",
-                _REMEDY.get(name, ""),
-            )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from bandmf import _check
-from bandmf.ledger import check_process
+from bandmf.ledger.checks import check_process
 from bandmf.planning import Plan
 from bandmf.randomness.key import Key
 from bandmf.torch.noise.shards import broadcast_key

@@ -1,0 +1,40 @@
+"""That a run goes on as it began, and in the process that opened it."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from bandmf import _check
+
+_REMEDY = {
+    "plan": "continue with the plan of the run, which make_private saved beside the ledger: bandmf.Plan.load(folder / "
+    "'plan.json'); planning again can give another certificate, and so another plan. Or begin a run in another folder",
+    "key": "load the key of the run",
+    "clip_norm": "the noise was planned for the clip norm of the run",
+    "sampler": "the privacy of the plan rests on the batches of the sampler",
+    "examples": "the data may not change during a run",
+}
+
+
+def check_process(opened_by: int) -> None:
+    """Refuse to release anything in a fork of the process that opened the run."""
+    if os.getpid() != opened_by:
+        raise RuntimeError(
+            f"this run was opened by process {opened_by}, and this is process {os.getpid()}, a fork of it: both would "
+            "use the same noise for different sums; call make_private in the process that trains"
+        )
+
+
+def expect_same(recorded: dict[str, Any], given: dict[str, Any], path: Any) -> None:
+    """Refuse to go on with a run that was begun with something else."""
+    given = json.loads(json.dumps(given))
+    for name in sorted(recorded.keys() | given.keys(), key=lambda name: (name not in _REMEDY, name)):
+        if recorded.get(name) != given.get(name):
+            raise _check.fail(
+                name,
+                given.get(name),
+                f"the run in {path} began with {recorded.get(name)!r}",
+                _REMEDY.get(name, ""),
+            )
