@@ -11,6 +11,7 @@ import bandmf
 from bandmf import Key
 from bandmf.noise import NumpyEngine, normals
 from bandmf.noise.schedule import Schedule, vectors_held
+from bandmf.noise.sealing import fresh_salt
 from bandmf.strategies import BandedInverse, Identity, tree_aggregation
 from noise_families import ENGINES, largest_difference, numpy_noise, oracle_noise, toeplitz
 from test_noise_engines import Driver
@@ -185,7 +186,7 @@ def test_a_sealed_history_of_inputs_is_encrypted_and_comes_back():
     state = engine.init(SHAPES)
     noise_of(state, 6)
     clear = state.history["w"].clone()
-    with sealing.sealed(state, key, alone, sealing.fresh_salt()) as kept:
+    with sealing.sealed(state, key, alone, fresh_salt()) as kept:
         saved = engine.state_dict(state)
     assert torch.equal(state.history["w"], clear)
     assert not torch.isclose(saved["history"]["w"], clear).any()

@@ -10,6 +10,7 @@ import torch
 
 from bandmf import Key
 from bandmf.noise.region import Region
+from bandmf.noise.sealing import Where
 from bandmf.randomness import chacha
 from bandmf.strategies import BandedToeplitz
 from bandmf.torch import Engine
@@ -68,7 +69,7 @@ def test_a_part_has_the_words_of_its_coordinates_on_every_device(name, by_torch,
     oracle = chacha.block(chacha.key_words(secret), (2, 1, 3), np.arange(70_016 // 16, dtype=np.uint32))
     stream = sealing._Stream(secret, CPU)
     for begin, end in ((0, 1), (7, region.size)):
-        found = stream.words(sealing._Where(Part((), region, CPU), begin, end), 2, 1, 3)
+        found = stream.words(Where(region, begin, end), 2, 1, 3)
         expected = oracle.reshape(-1)[region.coordinates(begin, end)]
         np.testing.assert_array_equal(np.asarray(found).view(np.uint32), expected)
 

@@ -1,9 +1,6 @@
-"""Noise history on its way out of the process: encrypted, and with a tag that any number of ranks can check.
+"""Noise history on its way out of the process: encrypted, with a tag that any number of ranks can check.
 
-The history is the noise of the last steps: whoever has it and the weights subtracts it and has the sums of clipped
-gradients. So a checkpoint holds it XOR a ChaCha20 stream. Word c of the stream with nonce (slot, tensor, plane) belongs
-to coordinate c of the global tensor; plane 0 encrypts. The key derives from the run's key, the step and a salt drawn
-for every checkpoint that is written, so that no stream is used for two contents.
+How it is encrypted: see bandmf.noise.sealing.
 
 The tag is a keyed digest of two sums, modulo 2^64, over all coordinates, of the encrypted word times a secret 64-bit
 weight (planes 1 to 4 of the stream). Sums do not depend on how coordinates are spread over ranks. Whoever changes words
@@ -16,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -28,7 +24,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate
 
 from bandmf import _check
-from bandmf.randomness.chacha import WORDS, Keystream
+from bandmf.noise.sealing import Where, secret_of, words_of
+from bandmf.randomness.chacha import Keystream
 from bandmf.randomness.key import Key
 from bandmf.torch.noise import chacha
 from bandmf.torch.noise.engine import State
@@ -43,7 +40,7 @@ Gather = Callable[[Any], list[Any]]  # a value of this rank -> the values of all
 @contextmanager
 def sealed(state: State, key: Key, gather: Gather, salt: str) -> Iterator[dict[str, str]]:
     """The history is encrypted inside this context; gives what a checkpoint keeps beside it."""
-    secret = _secret(key, state.step, salt)
+    secret = secret_of(key, state.step, salt)
     _encrypt(state, secret)
     try:
         yield {"salt": salt, "tag": _tag(state, secret, gather)}
@@ -53,7 +50,7 @@ def sealed(state: State, key: Key, gather: Gather, salt: str) -> Iterator[dict[s
 
 def unseal(state: State, kept: dict[str, str], key: Key, gather: Gather) -> None:
     """Decrypt a history that was loaded as it was written, if not a bit of it was changed."""
-    secret = _secret(key, state.step, kept.get("salt", ""))
+    secret = secret_of(key, state.step, kept.get("salt", ""))
     state.unfinished = True  # until it is decrypted, what was loaded is no noise
     if not hmac.compare_digest(_tag(state, secret, gather), kept.get("tag", "")):
         raise _check.fail(
@@ -62,15 +59,6 @@ def unseal(state: State, kept: dict[str, str], key: Key, gather: Gather) -> None
         )  # fmt: skip
     _encrypt(state, secret)
     state.unfinished = False
-
-
-def fresh_salt() -> str:
-    """One for every checkpoint."""
-    return os.urandom(16).hex()
-
-
-def _secret(key: Key, step: int, salt: str) -> bytes:
-    return key.derive(f"history/{step}/{salt}").secret
 
 
 def _encrypt(state: State, secret: bytes) -> None:
@@ -115,22 +103,7 @@ def _walk(state: State, secret: bytes, once: bool = False) -> Iterator[tuple[Any
             for begin in range(0, part.region.size, source.chunk):
                 end = min(part.region.size, begin + source.chunk)
                 words = source.memory(history[slot, begin:end])
-                yield words, partial(source.words, _Where(part, begin, end), slot, tensor)
-
-
-class _Where:
-    """The coordinates of a stretch, and the blocks of the stream that hold their words."""
-
-    def __init__(self, part: Part, begin: int, end: int) -> None:
-        region = part.region
-        if region.contiguous:
-            low, high = region.start + begin, region.start + end
-            self.index: Any = slice(low % WORDS, low % WORDS + end - begin)
-        else:
-            coordinates = region.coordinates(begin, end)
-            low, high = int(coordinates[0]), int(coordinates[-1]) + 1
-            self.index = coordinates - low // WORDS * WORDS
-        self.first, self.count = low // WORDS, -(-high // WORDS) - low // WORDS
+                yield words, partial(source.words, Where(part.region, begin, end), slot, tensor)
 
 
 class _Stream:
@@ -146,18 +119,16 @@ class _Stream:
         """Float32 numbers as int32 words in the same memory, of the kind that `words` gives."""
         return vector.view(torch.int32) if self._keystream is None else vector.view(torch.int32).numpy()
 
-    def words(self, where: _Where, slot: int, tensor: int, plane: int) -> Any:
+    def words(self, where: Where, slot: int, tensor: int, plane: int) -> Any:
         """The words of these coordinates, int32."""
         nonce = (slot, tensor, plane)
         if self._keystream is not None:
-            out = np.empty(where.count * WORDS, np.uint32)
-            self._keystream.fill(out, nonce, where.first)
-            return out.view(np.int32)[where.index]
+            return words_of(self._keystream, where, nonce)
         assert self._key is not None
-        words = chacha.blocks(self._key, nonce, where.first, where.count).view(-1)
+        stream = chacha.blocks(self._key, nonce, where.first, where.count).view(-1)
         if isinstance(where.index, slice):
-            return words[where.index]
-        return words[torch.from_numpy(where.index).to(words.device)]
+            return stream[where.index]
+        return stream[torch.from_numpy(where.index).to(stream.device)]
 
 
 def _counts(part: Part) -> bool:

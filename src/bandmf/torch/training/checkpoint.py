@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from bandmf import _check
 from bandmf.ledger import checkpoints, seal
 from bandmf.ledger.run_folder import CHECKPOINTS
+from bandmf.noise.sealing import fresh_salt
 from bandmf.torch.noise import sealing
 from bandmf.torch.training import optimizer_state
 from bandmf.torch.training.random_state import RandomState
@@ -52,7 +53,7 @@ def state_dict(private: Private) -> dict[str, Any]:
 def _sealed(private: Private, copy: bool) -> Iterator[dict[str, Any]]:
     """The same; with `copy=False` the noise shares the run's memory, and is encrypted there meanwhile."""
     stepper = private.stepper
-    salt = stepper.ranks.on_first(sealing.fresh_salt)
+    salt = stepper.ranks.on_first(fresh_salt)
     with sealing.sealed(stepper.noise, stepper.engine.key, stepper.ranks.gather, salt) as kept:
         noise = stepper.engine.state_dict(stepper.noise, copy=copy)
         yield {

@@ -1,0 +1,194 @@
+"""Sums of clipped gradients: what one example may contribute.
+
+Guarantees:
+- an example contributes at most clip_norm, in float32 whatever the model's precision: norms are never below the true
+  ones, by a bound on all rounding errors of their sums;
+- what it contributes does not depend on other examples: `loss` sees one example at a time;
+- rows that a mask leaves out, and examples whose gradient is not finite, contribute exactly zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from bandmf import _check
+
+Array = jax.Array
+LEAF = 128  # numbers added up one after the other; then the sums of these, and so on
+ROUNDING = 2.0**-24  # the largest relative error of one operation in float32
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("total",), meta_fields=("clip_norm",))
+@dataclass(frozen=True)
+class Clipped:
+    """The sum of clipped gradients, a pytree like the parameters, and the norm that each was clipped to.
+
+    `bandmf.jax.privatize` takes it apart, if its noise is for this norm; nothing else of optax can use it by accident.
+    """
+
+    total: Any
+    clip_norm: float
+
+
+class Examples(NamedTuple):
+    """What single examples gave, row by row; it depends on the data and has no noise: look, but do not publish."""
+
+    values: Array  # of the loss
+    norms: Array  # of the gradients, before clipping
+    aux: Any  # of the loss, with has_aux
+
+
+def clipped_gradient(
+    loss: Callable[..., Any],
+    *,
+    clip_norm: float,
+    argnums: int | Sequence[int] = 0,
+    batch_argnums: int | Sequence[int] = 1,
+    microbatch: int | None = None,
+    has_aux: bool = False,
+    keep_batch_dim: bool = False,
+    return_examples: bool = False,
+    spmd_axis_name: str | tuple[str, ...] | None = None,
+) -> Callable[..., Any]:
+    """A function like jax.grad(loss), that gives the sum over a batch of the gradients clipped to `clip_norm`.
+
+    >>> import numpy as np
+    >>> def loss(weights, example):
+    ...     x, y = example
+    ...     return 0.5 * (x @ weights - y) ** 2
+    >>> gradient = clipped_gradient(loss, clip_norm=1.0)
+    >>> weights, batch = jnp.zeros(2), (jnp.array([[3.0, 4.0], [0.0, 0.5]]), jnp.array([1.0, 1.0]))
+    >>> np.asarray(gradient(weights, batch).total).round(3)
+    array([-0.6, -1.3], dtype=float32)
+    >>> np.asarray(gradient(weights, batch, mask=jnp.array([True, False])).total).round(3)
+    array([-0.6, -0.8], dtype=float32)
+
+    `loss` takes one example: the arguments `batch_argnums` without their first dimension (with `keep_batch_dim`, with
+    one of size 1). `mask` says which rows count. `microbatch` is how many gradients are in memory at once; all, unless
+    told. With `has_aux`, where `loss` returns (value, aux), or `return_examples` the result is (sum, Examples).
+    `spmd_axis_name` is the mesh axis that rows are sharded over, where `loss` contains shard_map.
+    """
+    clip_norm = _check.real("clip_norm", clip_norm, 1e-30, 1e30)
+    if microbatch is not None:
+        _check.whole("microbatch", microbatch)
+    batched = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
+    chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    if set(batched) & set(chosen):
+        raise _check.fail(
+            "argnums", argnums, f"may not be among batch_argnums={batch_argnums}: those are the examples"
+        )
+    differentiated = jax.value_and_grad(loss, argnums, has_aux=has_aux)
+
+    def one(arguments: tuple[Any, ...], example: tuple[Any, ...]) -> tuple[Any, Examples]:
+        """The clipped gradient of one example."""
+        whole = list(arguments)
+        for place, given in zip(batched, example, strict=True):
+            whole[place] = jax.tree.map(lambda leaf: leaf[None], given) if keep_batch_dim else given
+        value, gradient = differentiated(*whole)
+        value, aux = value if has_aux else (value, None)
+        gradient, norm = _clip(gradient, clip_norm)
+        return gradient, Examples(value, norm, aux)
+
+    def summed(*arguments: Any, mask: Array | None = None) -> Any:
+        rows = _rows([arguments[place] for place in batched])
+        kept = jnp.ones(rows, bool) if mask is None else jnp.asarray(mask, bool)
+        if kept.shape != (rows,):
+            raise _check.fail("mask.shape", kept.shape, f"must be ({rows},): one entry for each row")
+        others = tuple(None if place in batched else given for place, given in enumerate(arguments))
+        examples = tuple(arguments[place] for place in batched)
+        every = jax.vmap(partial(one, others), spmd_axis_name=spmd_axis_name)
+
+        def add_up(part: Any) -> tuple[Any, Examples]:
+            own, counts = part
+            gradients, seen = every(own)
+            return jax.tree.map(
+                lambda leaf: _masked_sum(leaf, counts & jnp.isfinite(seen.norms)), gradients
+            ), seen
+
+        if microbatch is None or microbatch >= rows:
+            total, seen = add_up((examples, kept))
+        else:
+            total, seen = _in_turns(add_up, (examples, kept), rows, microbatch)
+        result = Clipped(total, clip_norm)
+        return (result, seen) if has_aux or return_examples else result
+
+    return summed
+
+
+def _clip(gradient: Any, clip_norm: float) -> tuple[Any, Array]:
+    """The gradient, shortened to the clip norm where it is longer, and its norm; both in float32."""
+    gradient = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient)
+    # In units of the clip norm, squares neither vanish nor overflow where it matters.
+    leaves = [leaf * jnp.float32(1 / clip_norm) for leaf in jax.tree.leaves(gradient)]
+    squares, depth = zip(*(_sum_of_squares(leaf) for leaf in leaves), strict=True)
+    norm = jnp.sqrt(sum(squares[1:], squares[0])) * jnp.float32(1 + _bound(max(depth) + len(leaves)))
+    factor = jnp.minimum(1, 1 / norm)  # 1 / 0 is infinite, and the minimum is 1
+    return jax.tree.map(lambda leaf: leaf * factor, gradient), norm * jnp.float32(clip_norm)
+
+
+def _bound(additions: int) -> float:
+    """By how much a norm, relative to itself, may be too small, if its squares went through so many additions."""
+    # A root halves the errors of the additions; the rest is for squares, root, quotient and products.
+    return (0.5 * additions + 16) * ROUNDING
+
+
+def _sum_of_squares(leaf: Array) -> tuple[Array, int]:
+    """The sum, in a tree of sums of at most LEAF numbers, and how many additions a number goes through in it."""
+    flat = jnp.square(leaf).reshape(-1)
+    additions = 0
+    while flat.size > LEAF:
+        rows = -(-flat.size // LEAF)
+        padded = jnp.pad(flat, (0, rows * LEAF - flat.size)).reshape(rows, LEAF)
+        # A compiler that sees through both sums makes one long one of them, whose error has no such bound.
+        flat = lax.optimization_barrier(padded.sum(axis=1))
+        additions += LEAF
+    return flat.sum(), additions + LEAF
+
+
+def _masked_sum(rows: Array, counts: Array) -> Array:
+    """The sum of the rows that count; the others may hold anything, NaN included."""
+    wide = counts.reshape(-1, *[1] * (rows.ndim - 1))
+    return jnp.where(wide, rows, 0).sum(axis=0)
+
+
+def _rows(batch: list[Any]) -> int:
+    """The number of rows, which all arrays of a batch share."""
+    leaves = jax.tree.leaves(batch)
+    if not leaves or any(leaf.ndim == 0 for leaf in leaves):
+        raise ValueError("batch: every array needs a first dimension, whose entries are the examples")
+    sizes = {leaf.shape[0] for leaf in leaves}
+    if len(sizes) > 1:
+        raise _check.fail("batch", sorted(sizes), "its arrays must have the same number of rows")
+    return int(sizes.pop())
+
+
+def _in_turns(add_up: Callable[[Any], tuple[Any, Any]], batch: Any, rows: int, size: int) -> tuple[Any, Any]:
+    """`add_up` over microbatches of this size, one after the other; their sum, and what they gave, row by row."""
+    turns = math.ceil(rows / size)
+
+    def split(leaf: Array) -> Array:
+        """(turns, size, ...), so that a device which holds neighboring rows has its share of every turn."""
+        padded = jnp.pad(leaf, [(0, turns * size - rows), *[(0, 0)] * (leaf.ndim - 1)])
+        return jnp.swapaxes(padded.reshape(size, turns, *leaf.shape[1:]), 0, 1)
+
+    def joined(leaf: Array) -> Array:
+        return jnp.swapaxes(leaf, 0, 1).reshape(turns * size, *leaf.shape[2:])[:rows]
+
+    parts = jax.tree.map(split, batch)
+    shapes = jax.eval_shape(add_up, jax.tree.map(lambda leaf: leaf[0], parts))[0]
+    start = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+    def turn(total: Any, part: Any) -> tuple[Any, Any]:
+        more, seen = add_up(part)
+        return jax.tree.map(jnp.add, total, more), seen
+
+    total, seen = lax.scan(turn, start, parts)
+    return total, jax.tree.map(joined, seen)

@@ -1,0 +1,153 @@
+"""privatize: the sum of clipped gradients becomes the private mean, as a gradient transformation of optax.
+
+Guarantees, in compiled code too, where nothing can raise:
+- the noise of a step is drawn only with the secret for that very step and run, which bandmf.jax.Run gives when its
+  ledger has the step; with any other the result is NaN;
+- a sum that was clipped to another norm than the noise is for is refused;
+- the secret is an argument: neither a constant of the program nor part of the state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from bandmf import _check
+from bandmf.jax.clipping import Clipped
+from bandmf.jax.noise.digest import WORDS, digest
+from bandmf.jax.noise.engine import Engine, State
+from bandmf.planning import Plan
+from bandmf.randomness.key import Key
+
+Array = jax.Array
+_NO_KEY = Key(bytes(32))  # of the engine, whose key comes with every call
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("noise_key", "run", "step", "seeds"),
+    meta_fields=("plan", "digests"),
+)
+@dataclass(frozen=True, repr=False)
+class Secret:
+    """What one step of one run may use: never store or print it. `bandmf.jax.Run` makes them."""
+
+    noise_key: Array  # eight words
+    run: Array  # which run it is of
+    step: Array
+    seeds: Array  # of the digest
+    plan: str
+    digests: bool = False  # whether the sum's digest is wanted, as its step is one of several taken at once
+
+    def __repr__(self) -> str:
+        return "Secret(...)"
+
+    def at(self, step: Array) -> Secret:
+        """The same for another step."""
+        return replace(self, step=step)
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("noise", "provenance", "digest"),
+    meta_fields=("plan", "clip_norm"),
+)
+@dataclass(frozen=True)
+class PrivateState:
+    """The state of `privatize`, a pytree. It holds the noise of the last steps, in the clear: save it by `run.save`."""
+
+    noise: State
+    provenance: Array  # the run that it belongs to; zeros before the first step
+    digest: Array  # of the last sum, where it was wanted
+    plan: str
+    clip_norm: float
+
+    @property
+    def step(self) -> Array:
+        """How many steps were taken."""
+        return self.noise.step
+
+
+def privatize(
+    plan: Plan, *, clip_norm: float, mesh: jax.sharding.Mesh | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """The first transformation of a chain: it takes the sum that clipped_gradient gives, and returns the private mean.
+
+    >>> import bandmf
+    >>> plan = bandmf.plan(epsilon=8, delta=1e-5, examples=100, batch_size=20, steps=10, bands=2)
+    >>> optimizer = optax.chain(privatize(plan, clip_norm=1.0), optax.adam(1e-3))
+    >>> state = optimizer.init({"weight": jnp.zeros((3, 1))})
+
+    `optimizer.update(total, state, params, secret=secret)` is for a function that `bandmf.jax.Run.release` calls: it
+    gives the secret of the step. The mean is of the planned batch size, whatever the batch.
+    The history is sharded like the parameters, or with `mesh` flat over all of its devices.
+    """
+    if not isinstance(plan, Plan):
+        raise _check.fail("plan", type(plan).__name__, "must be a Plan", "make one with bandmf.plan(...)")
+    clip_norm = _check.real("clip_norm", clip_norm, 0, open_low=True)
+    scale = clip_norm * plan.noise_scale
+    engine = Engine(
+        plan.strategy, _NO_KEY, max_vectors=plan.max_vectors, kept_inputs=plan.kept_inputs, mesh=mesh
+    )
+
+    def init(params: Any) -> PrivateState:
+        nothing = jnp.zeros(WORDS, jnp.uint32)
+        return PrivateState(engine.init(params), nothing, nothing, plan.digest, clip_norm)
+
+    def update(
+        updates: Any, state: PrivateState, params: Any = None, *, secret: Secret | None = None, **_: Any
+    ) -> tuple[Any, PrivateState]:
+        secret = _checked(secret, plan)
+        total = _opened(updates, clip_norm)
+        found = digest(total, secret.seeds) if secret.digests else state.digest
+        begins = state.step == 0
+        own = jnp.where(begins, secret.run, state.provenance)
+        permitted = (secret.step == state.step) & jnp.all(own == secret.run)
+        noisy, noise = engine.add(
+            state.noise, total, jnp.where(permitted, jnp.float32(scale), jnp.nan), secret.noise_key
+        )
+        mean = jax.tree.map(lambda leaf: leaf / jnp.float32(plan.batch_size), noisy)
+        if params is not None:
+            mean = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), mean, params)
+        return mean, PrivateState(noise, own, found, plan.digest, clip_norm)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _checked(secret: Secret | None, plan: Plan) -> Secret:
+    if not isinstance(secret, Secret):
+        raise _check.fail(
+            "secret", type(secret).__name__, "must be the secret of the step",
+            "let run.release call the function that updates, and pass its secret on: optimizer.update(total, state, "
+            "params, secret=secret)",
+        )  # fmt: skip
+    if secret.plan != plan.digest:
+        raise _check.fail(
+            "plan", plan.digest, f"the run has the plan {secret.plan!r}", "give privatize the plan of the run"
+        )
+    return secret
+
+
+def _opened(updates: Any, clip_norm: float) -> Any:
+    """The sums, in float32. Those of another library have no norm with them that could be compared."""
+    if isinstance(updates, Clipped):
+        if updates.clip_norm != clip_norm:
+            raise _check.fail(
+                "clip_norm",
+                clip_norm,
+                f"the gradients were clipped to {updates.clip_norm}",
+                "use one norm for both",
+            )
+        updates = updates.total
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), updates)
+
+
+def private_states(tree: Any) -> list[PrivateState]:
+    """Those in a pytree, such as the state of a chain."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, PrivateState))
+    return [leaf for leaf in leaves if isinstance(leaf, PrivateState)]

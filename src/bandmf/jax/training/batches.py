@@ -1,0 +1,176 @@
+"""The batches of a plan's sampler as arrays of one fixed shape, with a mask: nothing recompiles by their size.
+
+Guarantees: every example of a batch is in exactly one of its pieces; what fits in no piece makes another one, and is
+never dropped; rows that no example fills are zero and masked; a process loads only the rows that its devices hold.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from bandmf import _check
+from bandmf.randomness.stream import Indices
+
+Array = jax.Array
+_DEVIATIONS = 5  # of the batch size, that the usual piece has room for
+
+
+class Rows(NamedTuple):
+    """Examples as arrays of `capacity` rows; those where `mask` is false count nothing."""
+
+    data: Any
+    mask: Array
+
+
+class Batch:
+    """The batch of one step: `sum` adds up what a function gives for its pieces."""
+
+    def __init__(self, step: int, indices: Indices, source: Source) -> None:
+        self.step, self._indices, self._source = step, indices, source
+
+    def __iter__(self) -> Iterator[Rows]:
+        """Its pieces, at least one, for functions that `sum` is not for."""
+        capacity = self._source.capacity
+        for begin in range(0, max(1, len(self._indices)), capacity):
+            yield self._source.rows(self._indices[begin : begin + capacity])
+
+    def sum(self, gradient: Callable[..., Any]) -> Any:
+        """gradient(data, mask=mask), added up over the pieces of the batch: one, but for the largest batches."""
+        total = None
+        for piece in self:
+            more = gradient(piece.data, mask=piece.mask)
+            total = more if total is None else _add(total, more)
+        return total
+
+
+@partial(jax.jit, donate_argnums=(0, 1))
+def _add(total: Any, more: Any) -> Any:
+    return jax.tree.map(jnp.add, total, more)
+
+
+class Source:
+    """Where examples come from, and how many rows are taken at once.
+
+    `data` is a pytree of arrays, whose first dimension counts the examples, or a function from an array of indices to
+    such a pytree of just these.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        examples: int,
+        batch_size: float,
+        capacity: int | None,
+        sharding: NamedSharding | None,
+    ) -> None:
+        self._load = data if callable(data) else partial(_take, _checked(data, examples))
+        self._sharding = sharding
+        self._share = 1 if sharding is None else _shares(sharding)
+        if capacity is None:
+            usual = batch_size + _DEVIATIONS * math.sqrt(batch_size) + 1
+            capacity = min(math.ceil(usual), examples)
+        self.capacity = -(-_check.whole("capacity", capacity) // self._share) * self._share
+
+    def holding(self, rows: int) -> Source:
+        """The same with room for so many rows."""
+        larger = copy.copy(self)
+        larger.capacity = -(-max(rows, self.capacity) // self._share) * self._share
+        return larger
+
+    def rows(self, indices: Indices) -> Rows:
+        """These examples, filled up to `capacity`."""
+        return self._placed(self._filled(indices)[None], leading=0)
+
+    def many(self, batches: list[Indices]) -> Rows:
+        """The same for several batches at once, each a row of the first dimension."""
+        return self._placed(np.stack([self._filled(indices) for indices in batches]), leading=1)
+
+    def _filled(self, indices: Indices) -> Indices:
+        """The indices and then -1, which is no example."""
+        if len(indices) > self.capacity:
+            raise _check.fail("capacity", self.capacity, f"a batch has {len(indices)} examples")
+        return np.concatenate([indices, np.full(self.capacity - len(indices), -1, np.int64)])
+
+    def _placed(self, places: Indices, leading: int) -> Rows:
+        shape = places.shape[1 - leading :]
+        mask = (places >= 0).reshape(shape)
+        if self._sharding is None:
+            data = jax.tree.map(
+                lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), self._loaded(places.reshape(-1))
+            )
+            return Rows(jax.tree.map(jnp.asarray, data), jnp.asarray(mask))
+        return self._sharded(places.reshape(shape), mask, leading)
+
+    def _sharded(self, places: Indices, mask: Any, leading: int) -> Rows:
+        """Each process loads the rows of its own devices, once."""
+        assert self._sharding is not None
+        spec = PartitionSpec(*[None] * leading, self._sharding.spec[0] if self._sharding.spec else None)
+        sharding = NamedSharding(self._sharding.mesh, spec)
+        parts: dict[Any, list[Any]] = {}  # by where they are: the arrays of these rows
+        for index in sharding.addressable_devices_indices_map(places.shape).values():
+            assert index is not None
+            here = places[index]
+            if (key := _key(index, places.shape)) not in parts:
+                leaves, structure = jax.tree.flatten(self._loaded(here.reshape(-1)))
+                parts[key] = [np.asarray(leaf).reshape(*here.shape, *leaf.shape[1:]) for leaf in leaves]
+
+        def whole(number: int, like: Any) -> Array:
+            def part(index: Any) -> Any:
+                return parts[_key(index[: places.ndim], places.shape)][number]
+
+            return jax.make_array_from_callback((*places.shape, *like.shape[places.ndim :]), sharding, part)
+
+        data = [whole(number, like) for number, like in enumerate(next(iter(parts.values())))]
+        known = jax.make_array_from_callback(mask.shape, sharding, lambda index: mask[index])
+        return Rows(jax.tree.unflatten(structure, data), known)
+
+    def _loaded(self, places: Indices) -> Any:
+        """The examples at these places; zeros where there is none."""
+        valid = places >= 0
+        found = self._load(np.where(valid, places, 0))
+        return jax.tree.map(lambda leaf: _masked(leaf, valid), found)
+
+
+def _take(data: Any, indices: Indices) -> Any:
+    return jax.tree.map(lambda leaf: leaf[indices], data)
+
+
+def _masked(leaf: Any, valid: Any) -> Any:
+    """The rows that are valid, and zeros."""
+    if len(leaf) != len(valid):
+        raise _check.fail("data", len(leaf), f"must give one row for each of {len(valid)} indices")
+    wide = valid.reshape(-1, *[1] * (leaf.ndim - 1))
+    if isinstance(leaf, jax.Array):
+        return jnp.where(wide, leaf, jnp.zeros((), leaf.dtype))
+    return np.where(wide, leaf, np.zeros((), leaf.dtype))
+
+
+def _checked(data: Any, examples: int) -> Any:
+    for leaf in jax.tree.leaves(data):
+        if getattr(leaf, "ndim", 0) == 0 or len(leaf) != examples:
+            raise _check.fail(
+                "len(data)", len(leaf) if getattr(leaf, "ndim", 0) else leaf, f"must be the plan's examples={examples}",
+                "data is a pytree of arrays whose first dimension counts the examples; an example keeps its index",
+            )  # fmt: skip
+    return data
+
+
+def _shares(sharding: NamedSharding) -> int:
+    """Into how many shares rows are cut."""
+    axes = sharding.spec[0] if sharding.spec else None
+    names = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+    return math.prod(sharding.mesh.shape[name] for name in names)
+
+
+def _key(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Slices as something that can be looked up."""
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))

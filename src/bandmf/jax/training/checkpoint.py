@@ -1,0 +1,218 @@
+"""Checkpoints through Orbax, on any mesh and number of processes, and on another one later.
+
+How the folder of a checkpoint appears, whole or not at all, and is sealed: see bandmf.ledger.checkpoints.
+
+Guarantees: a run that is killed at any moment and restored releases the same sums and ends with the same weights as one
+that was not (on the CPU and the same devices bit for bit); the key is not in a checkpoint, the noise only encrypted;
+nothing of a checkpoint is read before its digest is verified; only its owner can read it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bandmf import _check
+from bandmf._files import create_secret, sync_folder
+from bandmf.jax.privatize import PrivateState
+from bandmf.ledger import checkpoints, seal
+from bandmf.ledger.run_folder import CHECKPOINTS
+from bandmf.noise import sealing
+from bandmf.noise.provenance import Provenance
+from bandmf.noise.region import Region
+from bandmf.randomness.key import Key
+
+if TYPE_CHECKING:
+    from bandmf.jax.training.run import Run
+
+ARRAYS, CONTENTS = "arrays", "contents.json"
+_PREFIX = "history of "
+
+
+def save(run: Run, tree: Any) -> Path:
+    """Write a checkpoint."""
+    folder, first = _folder(run), run.processes.on_first
+    name = run.on_ledger(lambda ledger: f"{ledger.number:010d}")
+    target, draft = folder / name, folder / f".writing-{name}"
+    if first(target.exists):
+        return target  # nothing was released since
+    first(lambda: checkpoints.prepare(folder, draft))
+    salt = first(sealing.fresh_salt)
+    leaves, state = _parts(tree)
+    history = _history(state)
+    written = [*leaves.values(), *(_xor(state, name, run.key, salt) for name in history)]
+    with _orbax() as orbax:
+        orbax.save(
+            (draft / ARRAYS).absolute(), {f"{k:05d}": leaf for k, leaf in enumerate(written) if leaf.size}
+        )
+        orbax.wait_until_finished()
+    shapes = {name: list(leaf.shape) for name, leaf in (leaves | history).items()}
+    contents = {"salt": salt, "noise": state.noise.provenance.dumps(), "shapes": shapes}
+    first(lambda: create_secret(draft / CONTENTS, json.dumps(contents).encode()))
+    names = first(lambda: _on_disk(draft))
+    checkpoints.add_seal(draft, names, run.steps_taken, run.ledger, run.key, run.processes)
+    first(lambda: checkpoints.publish(draft, target))
+    return target
+
+
+def restore(run: Run, tree: Any) -> Any:
+    """The last checkpoint, laid out like `tree`; `tree` itself if there is none."""
+    found = run.processes.on_first(lambda: seal.checkpoints(_folder(run)))
+    if not found:
+        return tree
+    known = checkpoints.verify(found[-1], run.run_id, run.ledger, run.processes)
+    contents = json.loads((found[-1] / CONTENTS).read_bytes())
+    leaves, state = _parts(tree)
+    own = known.run_id == run.run_id
+    history = _history(state) if own else {}
+    _check_shapes(contents["shapes"], leaves, history)
+    read = _read(found[-1], contents["shapes"], leaves | history)
+    if own:
+        provenance = Provenance.loads(contents["noise"])
+        state.noise.provenance.expect(provenance, shapes=True)
+        noise = replace(state.noise, history={name: read[_PREFIX + name] for name in state.noise.history})
+        state = replace(
+            state, noise=replace(noise, step=jnp.asarray(known.step, jnp.int32)), provenance=run.words
+        )
+        plain = {name: _xor(state, _PREFIX + name, run.key, contents["salt"]) for name in state.noise.history}
+        state = replace(state, noise=replace(state.noise, history=plain))
+        run.steps_taken = known.step
+    # Otherwise this is a copy, which begins a run of its own: weights are a start like any other, noise and steps new.
+    return _put_together(tree, {name: read[name] for name in leaves}, state)
+
+
+# --- a tree and its leaves ------------------------------------------------------------------------------
+
+
+def _is_state(node: Any) -> bool:
+    return isinstance(node, PrivateState)
+
+
+def _parts(tree: Any) -> tuple[dict[str, Any], PrivateState]:
+    """All arrays by name, but for those of the noise; and its state."""
+    leaves, states = {}, []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_state):
+        if _is_state(leaf):
+            states.append(leaf)
+        else:
+            leaves[jax.tree_util.keystr(path)] = _data(leaf)
+    (state,) = states
+    return leaves, state
+
+
+def _put_together(tree: Any, leaves: dict[str, Any], state: PrivateState) -> Any:
+    """A tree like this one."""
+
+    def new(path: Any, leaf: Any) -> Any:
+        if _is_state(leaf):
+            return state
+        found = leaves[jax.tree_util.keystr(path)]
+        return jax.random.wrap_key_data(found, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else found
+
+    return jax.tree_util.tree_map_with_path(new, tree, is_leaf=_is_state)
+
+
+def _history(state: PrivateState) -> dict[str, Any]:
+    return {_PREFIX + name: vectors for name, vectors in state.noise.history.items()}
+
+
+def _data(leaf: Any) -> Any:
+    return jax.random.key_data(leaf) if _is_key(leaf) else jnp.asarray(leaf)
+
+
+def _is_key(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+# --- the disk -------------------------------------------------------------------------------------------
+
+
+def _folder(run: Run) -> Path:
+    if run.folder is None:
+        raise ValueError("folder=None: give Run a folder to save and restore")
+    return run.folder / CHECKPOINTS
+
+
+def _orbax() -> Any:
+    try:
+        import orbax.checkpoint as ocp
+    except ImportError:
+        raise ImportError("checkpoints need orbax-checkpoint: pip install orbax-checkpoint") from None
+    return ocp.StandardCheckpointer()
+
+
+def _read(folder: Path, shapes: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
+    """These arrays, each laid out as it is given here."""
+    places = {name: f"{k:05d}" for k, name in enumerate(shapes)}
+    like = {
+        places[name]: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+        for name, leaf in wanted.items()
+        if leaf.size
+    }
+    if not like:
+        return wanted
+    # All that the checkpoint holds must be named; what is not wanted is left where it is.
+    other = {places[name]: ... for name, shape in shapes.items() if name not in wanted and 0 not in shape}
+    with _orbax() as orbax:
+        found = orbax.restore((folder / ARRAYS).absolute(), like | _placeholders(other), strict=False)
+    return {name: found.get(places[name], leaf) for name, leaf in wanted.items()}
+
+
+def _placeholders(names: dict[str, Any]) -> dict[str, Any]:
+    import orbax.checkpoint as ocp
+
+    return dict.fromkeys(names, ocp.PLACEHOLDER)
+
+
+def _check_shapes(saved: dict[str, Any], leaves: dict[str, Any], history: dict[str, Any]) -> None:
+    """Refuse what is of another model; a history that lies flat may have another padding, on another mesh."""
+    for name, leaf in (leaves | history).items():
+        if name not in saved:
+            raise _check.fail(
+                "tree", name, "is not in the checkpoint, which is of another model or optimizer"
+            )
+        fits = len(saved[name]) == leaf.ndim and (name in history or tuple(saved[name]) == leaf.shape)
+        if not fits:
+            raise _check.fail(f"shape of {name}", leaf.shape, f"the checkpoint has {tuple(saved[name])}")
+
+
+def _on_disk(draft: Path) -> list[str]:
+    """The files of a checkpoint, after they are written for good."""
+    files = [path for path in draft.rglob("*") if path.is_file()]
+    for path in files:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+    for folder in {path.parent for path in files}:
+        sync_folder(folder)
+    return sorted(str(path.relative_to(draft)) for path in files)
+
+
+# --- the noise ------------------------------------------------------------------------------------------
+
+
+def _xor(state: PrivateState, name: str, key: Key, salt: str) -> Any:
+    """The history of one tensor encrypted, or decrypted, each device's part by its own process."""
+    own = name.removeprefix(_PREFIX)
+    vectors, tensor = state.noise.history[own], state.noise.provenance.tensors[own]
+    secret = sealing.secret_of(key, int(state.step), salt)
+    parts: dict[Any, Any] = {}
+    for shard in vectors.addressable_shards:
+        spans = [part.indices(size) for part, size in zip(shard.index, vectors.shape, strict=True)]
+        if tuple(spans) not in parts:
+            part = np.array(shard.data)
+            region = Region.box(vectors.shape[1:], [begin for begin, _, _ in spans[1:]], part.shape[1:])
+            sealing.encrypt(part, region, tensor, secret)
+            parts[tuple(spans)] = part
+
+    def part_at(index: tuple[slice, ...] | None) -> Any:
+        assert index is not None
+        return parts[tuple(one.indices(size) for one, size in zip(index, vectors.shape, strict=True))]
+
+    return jax.make_array_from_callback(vectors.shape, vectors.sharding, part_at)

@@ -1,0 +1,83 @@
+"""Several steps in one compiled program, as one release.
+
+What decides a chunk is the program, the weights and states that go in, and the batches; their digest is reserved in the
+ledger before it runs, so that a chunk which a crash interrupted can be told from another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from bandmf.jax.privatize import Secret, private_states
+from bandmf.jax.training.batches import Rows, Source
+from bandmf.randomness.stream import Indices
+
+Array = jax.Array
+
+
+class Chunk:
+    """The batches of several steps, as arrays with one dimension more."""
+
+    def __init__(self, step: int, batches: list[Indices], source: Source) -> None:
+        self.step, self.count = step, len(batches)
+        self.batches = [batch.tobytes() for batch in batches]
+        self.rows = source.holding(max(len(batch) for batch in batches)).many(batches)
+
+    @property
+    def indices(self) -> bytes:
+        """All examples, in their order."""
+        return b"".join(len(batch).to_bytes(8, "little") + batch for batch in self.batches)
+
+
+class Program(NamedTuple):
+    """A compiled scan, and the digest of its text."""
+
+    run: Callable[..., Any]
+    identity: bytes
+
+
+class Programs:
+    """Those of a run, each compiled once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[Program, Callable[..., Any]]] = {}
+
+    def compiled(
+        self, advance: Callable[..., Any], chunk: Chunk, carry: tuple[Any, ...], secret: Secret
+    ) -> Program:
+        """The scan over this chunk."""
+        given = (secret, chunk.rows, carry)
+        leaves, structure = jax.tree.flatten(given)
+        kinds = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in map(jnp.asarray, leaves))
+        known = id(advance), structure, kinds
+        if known not in self._known:
+            lowered = jax.jit(_scan(advance), donate_argnums=2).lower(*given)
+            identity = hashlib.sha256(lowered.as_text().encode()).digest()
+            # `advance` is kept, so that no other function gets its id.
+            self._known[known] = Program(lowered.compile(), identity), advance
+        return self._known[known][0]
+
+
+def _scan(advance: Callable[..., Any]) -> Callable[..., Any]:
+    """All steps, and the digests of their sums."""
+
+    def scan(secret: Secret, rows: Rows, carry: tuple[Any, ...]) -> tuple[Any, Array]:
+        def step(carry: tuple[Any, ...], given: tuple[Rows, Array]) -> tuple[Any, Array]:
+            own, ahead = given
+            result = advance(own, *carry, secret=secret.at(secret.step + ahead))
+            if not isinstance(result, tuple) or len(result) != len(carry):
+                raise ValueError(
+                    f"advance: must return a tuple of {len(carry)}, as it was given after the rows"
+                )
+            (state,) = private_states(result)
+            return result, state.digest
+
+        return lax.scan(step, carry, (rows, jnp.arange(len(rows.mask), dtype=jnp.int32)))
+
+    return scan

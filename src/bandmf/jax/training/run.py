@@ -1,0 +1,351 @@
+"""bandmf.jax.Run: the host's side of private training: key, ledger, batches, and the permission for every step.
+
+Guarantees:
+- the secret of a step is given out once, for the sum that the ledger has on the disk, and only inside of `release`;
+- only batches of the plan's sampler are used, each exactly once; skipping one (which would depend on the data) is an
+  error;
+- a state that is not at the run's step is refused: it was dropped, kept back or belongs to another run.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from bandmf import _check
+from bandmf.jax.clipping import Clipped
+from bandmf.jax.noise.digest import WORDS, all_finite, digest
+from bandmf.jax.privatize import PrivateState, Secret, private_states
+from bandmf.jax.training import checkpoint, chunks
+from bandmf.jax.training.batches import Batch, Source
+from bandmf.jax.training.chunks import Chunk
+from bandmf.jax.training.processes import Processes
+from bandmf.ledger import Ledger
+from bandmf.ledger.run_folder import Opened
+from bandmf.planning import Plan
+from bandmf.randomness import chacha
+from bandmf.randomness.key import Key
+from bandmf.sampling import sampler
+
+
+class Run:
+    """One private training run, in a folder that keeps its key, ledger and checkpoints (None: in memory).
+
+    >>> import bandmf, optax
+    >>> from bandmf.jax import Run, clipped_gradient, privatize
+    >>> x, y = np.ones((100, 3), np.float32), np.ones(100, np.float32)
+    >>> plan = bandmf.plan(epsilon=8, delta=1e-5, examples=100, batch_size=20, steps=10, bands=2)
+    >>> gradient = jax.jit(clipped_gradient(lambda w, one: (one[0] @ w - one[1]) ** 2, clip_norm=1.0))
+    >>> optimizer = optax.chain(privatize(plan, clip_norm=1.0), optax.sgd(0.1))
+    >>> @jax.jit
+    ... def update(total, weights, state, secret):
+    ...     updates, state = optimizer.update(total, state, weights, secret=secret)
+    ...     return optax.apply_updates(weights, updates), state
+    >>> run, weights = Run(plan), jnp.zeros(3)
+    >>> state = optimizer.init(weights)
+    >>> for batch in run.batches((x, y)):
+    ...     total = batch.sum(lambda data, mask: gradient(weights, data, mask=mask))
+    ...     weights, state = run.release(update, total, weights, state)
+    >>> run.steps_taken, run.finished
+    (10, True)
+
+    A folder that was moved or copied is refused, until `moved` states once what happened: "moved" (the original is
+    gone) or "copied" (a new run from these weights, whose privacy is spent in addition). Every run has secrets of its
+    own, derived from the key and a random id: `key=` given twice repeats nothing. `examples` is for plans that do not
+    say how many there are.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        folder: str | Path | None = None,
+        *,
+        key: Key | None = None,
+        moved: str | None = None,
+        examples: int | None = None,
+    ) -> None:
+        if not isinstance(plan, Plan):
+            raise _check.fail("plan", type(plan).__name__, "must be a Plan", "make one with bandmf.plan(...)")
+        self.plan = copy.copy(
+            plan
+        )  # by its constructor, which checks everything again; and nothing is cached
+        self.folder = None if folder is None else Path(folder)
+        self.processes = Processes()
+        self._same_plan()
+        self._opened = Opened(self.folder, key, moved, self.processes)
+        self.run_id = self._opened.run_id
+        self.sampler = sampler(self.plan, self._opened.run_key, examples)
+        law = [getattr(self.sampler, name, None) for name in ("cycle", "separation")]
+        if self.sampler.events != self.plan.events or law != [self.plan.cycle, self.plan.separation]:
+            raise ValueError(
+                "plan: its events are not those of its batches; make a new plan with bandmf.plan(...)"
+            )
+        self.steps_taken = 0
+        self._steps_spent = 0
+        self._begun: float | None = None  # with this clip norm
+        self._batch: Batch | Chunk | None = None  # drawn, and not yet released
+        self._passes = 0
+        self._words = _Words(self._opened.run_key)
+        self._examine = jax.jit(lambda total, seeds: (digest(total, seeds), all_finite(total)))
+        self._programs = chunks.Programs()
+
+    def _same_plan(self) -> None:
+        digests = self.processes.gather(self.plan.digest)
+        if odd := [rank for rank, other in enumerate(digests) if other != digests[0]]:
+            raise _check.fail(
+                "plan",
+                digests[odd[0]],
+                f"process 0 has {digests[0]!r}",
+                "plan once, and load that plan everywhere",
+            )
+
+    # --- where it is --------------------------------------------------------------------------------------
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """The record of released steps (on process 0)."""
+        return self._opened.ledger
+
+    @property
+    def key(self) -> Key:
+        """The key of the run, which its noise, batches and encryption derive from."""
+        return self._opened.run_key
+
+    @property
+    def words(self) -> jax.Array:
+        """What a state of this run has as its provenance."""
+        return self._words.run
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps of the plan were taken."""
+        return self.steps_taken >= self.plan.steps
+
+    def spent(self) -> float:
+        """The epsilon of all steps that the run has released, in this process or before, at the plan's delta.
+
+        A run that goes on from a copy (`moved="copied"`) adds what its ancestors had released when they were copied.
+        """
+        steps = [*self._opened.inherited_steps, self._steps_spent]
+        return sum(self.plan.spent_after(each) for each in steps)
+
+    # --- batches ------------------------------------------------------------------------------------------
+
+    def batches(
+        self, data: Any, *, capacity: int | None = None, sharding: NamedSharding | None = None
+    ) -> Iterator[Batch]:
+        """The batches from the step the run is at to the last one; each must be released before the next.
+
+        `data` is a pytree of arrays whose first dimension counts the examples, or a function from an array of indices
+        to these rows. A batch comes in pieces of `capacity` rows, some of them masked: one, unless it is unusually
+        large. With `sharding`, whose first axes rows are cut over, every process loads the rows of its own devices.
+        """
+        source = self._source(data, capacity, sharding)
+        for mine in self._turns():
+            batch = Batch(self.steps_taken, self.sampler.batch(self.steps_taken), source)
+            self._batch = batch
+            yield batch
+            self._check_released(mine)
+
+    def chunks(
+        self, data: Any, *, steps: int, capacity: int | None = None, sharding: NamedSharding | None = None
+    ) -> Iterator[Chunk]:
+        """As `batches`, for `release_chunk`: the batches of `steps` steps at once, of one piece each.
+
+        The last chunk ends with the plan. A batch that is larger than `capacity` makes the arrays of its chunk larger.
+        """
+        source, steps = self._source(data, capacity, sharding), _check.whole("steps", steps)
+        for mine in self._turns():
+            end = min(self.steps_taken + steps, self.plan.steps)
+            chunk = Chunk(
+                self.steps_taken, [self.sampler.batch(i) for i in range(self.steps_taken, end)], source
+            )
+            self._batch = chunk
+            yield chunk
+            self._check_released(mine)
+
+    def _source(self, data: Any, capacity: int | None, sharding: NamedSharding | None) -> Source:
+        return Source(data, self.sampler.examples, self.plan.batch_size, capacity, sharding)
+
+    def _turns(self) -> Iterator[int]:
+        self._passes += 1
+        mine, self._batch = self._passes, None
+        while not self.finished:
+            yield mine
+
+    def _check_released(self, mine: int) -> None:
+        if self._passes != mine:
+            raise RuntimeError("another pass over the batches began inside of this one; use one at a time")
+        if self._batch is not None:
+            raise RuntimeError(
+                f"the batch of step {self._batch.step} was skipped: call run.release for every batch, as a choice that "
+                "depends on the data is not private"
+            )
+
+    # --- steps --------------------------------------------------------------------------------------------
+
+    def release(self, update: Callable[..., Any], total: Any, *arguments: Any) -> Any:
+        """update(total, *arguments, secret=...) once the ledger has this sum on the disk.
+
+        `total` is the sum of clipped gradients of the batch at hand; among the arguments is the state of the optimizer.
+        """
+        batch = self._at_hand(Batch)
+        state = self._state_in(arguments)
+        self._begin(state)
+        words = self._words
+        found, finite = self._examine(total.total if isinstance(total, Clipped) else total, words.seeds)
+        if not finite:
+            raise ValueError(
+                f"step={batch.step}: a sum of gradients is not finite; nothing was released: clip with clipped_gradient"
+            )
+        digests = np.asarray(found).tobytes()
+        self.on_ledger(lambda ledger: ledger.release(batch.step, batch._indices.tobytes(), digests))
+        self._steps_spent = max(self._steps_spent, batch.step + 1)
+        result = update(total, *arguments, secret=words.secret(self.plan, batch.step))
+        self.steps_taken, self._batch = batch.step + 1, None
+        return result
+
+    def release_chunk(self, advance: Callable[..., Any], chunk: Chunk, *carry: Any) -> Any:
+        """All steps of a chunk in one compiled program: a scan of carry = advance(rows, *carry, secret=secret).
+
+        The ledger reserves the steps before, and has their sums after. The arrays of `carry` are donated.
+        """
+        if chunk is not self._at_hand(Chunk):
+            raise ValueError("chunk: is not the one at hand; release the chunks of run.chunks in their order")
+        state = self._state_in(carry)
+        self._begin(state)
+        secret = self._words.secret(self.plan, chunk.step, digests=True)
+        program = self._programs.compiled(advance, chunk, carry, secret)
+        inputs = self._words.digest((carry, chunk.rows)) + program.identity + chunk.indices
+        self.on_ledger(lambda ledger: ledger.reserve(chunk.step, chunk.count, inputs))
+        self._steps_spent = max(self._steps_spent, chunk.step + chunk.count)
+        result, digests = program.run(secret, chunk.rows, carry)
+        sums = [each.tobytes() for each in np.asarray(digests)]
+        self.on_ledger(lambda ledger: ledger.finish(chunk.step, list(zip(chunk.batches, sums, strict=True))))
+        self.steps_taken, self._batch = chunk.step + chunk.count, None
+        return result
+
+    def _at_hand(self, kind: type) -> Any:
+        if not isinstance(self._batch, kind):
+            where = "run.batches(...)" if kind is Batch else "run.chunks(...)"
+            raise RuntimeError(f"there is no batch: draw from {where}, and release each once")
+        return self._batch
+
+    def _state_in(self, tree: Any) -> PrivateState:
+        """The one state of `privatize` among the arguments, if it is where the run is."""
+        states = private_states(tree)
+        if len(states) != 1:
+            raise _check.fail(
+                "privatize", len(states), "must be used once: one noise for all parameters, whose state is among the "
+                "arguments", "give run.release the state of the optimizer that begins with privatize(...)",
+            )  # fmt: skip
+        state = states[0]
+        if state.plan != self.plan.digest:
+            raise _check.fail(
+                "plan",
+                state.plan,
+                f"the run has the plan {self.plan.digest!r}",
+                "give privatize the run's plan",
+            )
+        if int(state.step) != self.steps_taken:
+            raise _check.fail(
+                "state.step", int(state.step), f"the run has taken {self.steps_taken} steps, and an update was dropped "
+                "or kept back (by optax.apply_if_finite, optax.MultiSteps or the like), or the state is of another run",
+                "to go on from a checkpoint, use run.restore",
+            )  # fmt: skip
+        own = np.asarray(state.provenance)
+        if self.steps_taken and not np.array_equal(own, np.asarray(self._words.run)):
+            raise ValueError("state: belongs to another run; to go on from a checkpoint, use run.restore")
+        return state
+
+    def _begin(self, state: PrivateState) -> None:
+        """Begin the run on the disk, when it is known what it does; or check that it goes on so."""
+        if self._begun is None:
+            self._check_memory(state)
+            provenance = {
+                "plan": self.plan.digest, "steps": self.plan.steps, "key": self._opened.run_key.fingerprint,
+                "clip_norm": state.clip_norm, "per_layer": False, "sampler": self.sampler.provenance,
+                "examples": self.sampler.examples,
+            }  # fmt: skip
+            self._opened.begin(provenance, self.plan)
+            self._begun = state.clip_norm
+            self._steps_spent = self.on_ledger(lambda ledger: ledger.steps_spent)
+        if state.clip_norm != self._begun:
+            raise _check.fail("clip_norm", state.clip_norm, f"the run began with {self._begun}")
+
+    def _check_memory(self, state: PrivateState) -> None:
+        """What the plan says of the noise's memory must be true of this model and these devices."""
+        sizes = [int(np.prod(shape)) for _, shape in state.noise.provenance.shapes]
+        if self.plan.parameters is not None and self.plan.parameters != sum(sizes):
+            raise _check.fail(
+                "plan.parameters", self.plan.parameters, f"the gradients have {sum(sizes)} entries"
+            )
+        if self.plan.memory_limit is not None and self.plan.devices > jax.device_count():
+            raise _check.fail("plan.devices", self.plan.devices, f"there are {jax.device_count()} devices")
+
+    def on_ledger(self, action: Callable[[Ledger], Any]) -> Any:
+        """What process 0 does with the ledger; its result comes to every process."""
+
+        def act() -> Any:
+            assert self._opened.ledger is not None
+            return action(self._opened.ledger)
+
+        return self.processes.on_first(act)
+
+    # --- checkpoints --------------------------------------------------------------------------------------
+
+    def save(self, tree: Any) -> Path:
+        """Write a checkpoint of a pytree, such as (weights, state), into the folder: all of it or nothing.
+
+        The noise of the state is encrypted. Never save the state in another way: with it and the weights anyone can
+        take the noise off.
+        """
+        if self._batch is not None:
+            raise RuntimeError("save() in the middle of a step would lose it; save after run.release")
+        state = self._state_in(tree)
+        self._begin(state)
+        return checkpoint.save(self, tree)
+
+    def restore(self, tree: Any) -> Any:
+        """The pytree of the last checkpoint, laid out like `tree`; `tree` itself if there is none.
+
+        The state of the optimizer in `tree` is as its init gives it.
+        """
+        state = self._state_in(tree)
+        self._begin(state)
+        self._passes, self._batch = self._passes + 1, None
+        return checkpoint.restore(self, tree)
+
+    def close(self) -> None:
+        """Let another process have the run."""
+        if self._opened.ledger is not None:
+            self._opened.ledger.close()
+
+
+class _Words:
+    """What programs are given of the run's key."""
+
+    def __init__(self, key: Key) -> None:
+        self._noise = chacha.key_words(key.derive("noise").secret)
+        self.run, self.seeds = (jnp.asarray(_first_words(key.derive(use).secret)) for use in ("run", "sums"))
+        self._digest = jax.jit(digest)
+
+    def secret(self, plan: Plan, step: int, digests: bool = False) -> Secret:
+        """For this step."""
+        key, number = jnp.asarray(self._noise, jnp.uint32), jnp.asarray(step, jnp.int32)
+        return Secret(key, self.run, number, self.seeds, plan.digest, digests)
+
+    def digest(self, tree: Any) -> bytes:
+        """Of every bit of a pytree."""
+        return np.asarray(self._digest(tree, self.seeds)).tobytes()
+
+
+def _first_words(secret: bytes) -> Any:
+    return np.frombuffer(secret, "<u4")[:WORDS].astype(np.uint32)
