@@ -4,7 +4,8 @@ Guarantees:
 - an example contributes at most clip_norm, in float32 whatever the model's precision: norms are never below the true
   ones, by a bound on all rounding errors of their sums;
 - what it contributes does not depend on other examples: `loss` sees one example at a time;
-- rows that a mask leaves out, and examples whose gradient is not finite, contribute exactly zero.
+- rows that a mask leaves out, and examples whose gradient is not finite or longer than 10^19 clip norms, contribute
+  exactly zero.
 """
 
 from __future__ import annotations

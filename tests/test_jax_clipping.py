@@ -1,0 +1,216 @@
+"""bandmf.jax.clipped_gradient against one example at a time in double precision."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from bandmf.jax import Clipped, clipped_gradient, clipping
+
+CLIP = 0.7
+
+
+def loss(weights, example):
+    """Two layers, the second used twice."""
+    x, y = example
+    hidden = jnp.tanh(x @ weights["in"] + weights["bias"])
+    hidden = jnp.tanh(hidden @ weights["twice"]) @ weights["twice"]
+    return jnp.sum((hidden @ weights["out"] - y) ** 2)
+
+
+GRADIENT = jax.jit(jax.grad(loss))
+
+
+def problem(rows=9, seed=0, size=1.0):
+    dice = np.random.default_rng(seed)
+    shapes = {"in": (4, 6), "bias": (6,), "twice": (6, 6), "out": (6, 2)}
+    weights = {name: jnp.asarray(dice.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    x, y = dice.normal(size=(rows, 4)) * size, dice.normal(size=(rows, 2)) * size
+    return weights, (jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32))
+
+
+def one_at_a_time(weights, batch, clip_norm, mask=None):
+    """The oracle: the gradient of each row by itself, clipped and added up in double precision."""
+    total, norms = {name: np.zeros(leaf.shape) for name, leaf in weights.items()}, []
+    for row in range(len(batch[0])):
+        found = GRADIENT(weights, jax.tree.map(lambda leaf, row=row: leaf[row], batch))
+        wide = {name: np.asarray(leaf, np.float64) for name, leaf in found.items()}
+        norms.append(np.sqrt(sum((leaf**2).sum() for leaf in wide.values())))
+        if mask is None or mask[row]:
+            factor = min(1.0, clip_norm / norms[-1]) if np.isfinite(norms[-1]) else 0.0
+            for name, leaf in wide.items():
+                total[name] += np.nan_to_num(leaf) * factor
+    return total, np.array(norms)
+
+
+def length(tree):
+    return float(np.sqrt(sum((np.asarray(leaf, np.float64) ** 2).sum() for leaf in jax.tree.leaves(tree))))
+
+
+def assert_near(found, expected, tolerance=2e-5):
+    difference = {name: np.asarray(found[name], np.float64) - expected[name] for name in expected}
+    assert length(difference) <= tolerance * max(length(expected), 1e-30)
+
+
+@pytest.mark.parametrize(("rows", "turn"), [(1, None), (9, None), (9, 1), (9, 4), (9, 9), (12, 5)])
+def test_the_sum_is_that_of_clipping_one_example_at_a_time(rows, turn):
+    gradient = jax.jit(clipped_gradient(loss, clip_norm=CLIP, microbatch=turn, return_examples=True))
+    for seed, size in enumerate([0.01, 0.3, 1.0, 30.0, 1e4]):
+        weights, batch = problem(rows, seed, size)
+        mask = np.random.default_rng(seed).random(rows) < 0.7
+        expected, norms = one_at_a_time(weights, batch, CLIP, mask)
+        found, seen = gradient(weights, batch, mask=mask)
+        assert_near(found.total, expected)
+        assert found.clip_norm == CLIP
+        np.testing.assert_allclose(seen.norms, norms, rtol=3e-5)
+        assert np.all(np.asarray(seen.norms, np.float64) >= norms * (1 - 1e-6))
+
+
+def test_no_rows_that_count_sum_to_zero():
+    weights, batch = problem()
+    total = clipped_gradient(loss, clip_norm=CLIP)(weights, batch, mask=jnp.zeros(9, bool)).total
+    assert all(not leaf.any() for leaf in total.values())
+    assert jax.tree.structure(total) == jax.tree.structure(weights)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, 3e38])
+@pytest.mark.parametrize("microbatch", [None, 4])
+def test_an_example_without_a_finite_gradient_counts_nothing_and_spoils_nothing(poison, microbatch):
+    weights, (x, y) = problem()
+    keep = np.arange(9) != 4
+    gradient = jax.jit(clipped_gradient(loss, clip_norm=CLIP, microbatch=microbatch))
+    clean = gradient(weights, (x, y), mask=keep)
+    for given_mask in (np.ones(9, bool), keep):
+        found = gradient(weights, (x, y.at[4].set(poison)), mask=given_mask)
+        for name, leaf in found.total.items():
+            np.testing.assert_array_equal(leaf, clean.total[name])
+
+
+def spread_loss(weights, example):
+    """Its gradient is the example, whatever it is."""
+    return jnp.sum(weights.astype(jnp.float32) * example.astype(jnp.float32))
+
+
+def hard_examples(size):
+    """Where one sum after the other would lose most: a large number first, then many that are too small for it."""
+    dice = np.random.default_rng(1)
+    yield "one large", np.r_[1.0, np.full(size - 1, 2.0**-13)]
+    yield "rising", np.linspace(0, 1, size)
+    yield "even", np.ones(size)
+    yield "random", dice.normal(size=size)
+    yield "tiny", np.full(size, 1e-21)
+    yield "decades", 10.0 ** dice.uniform(-18, 0, size)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("clip_norm", [1.0, 1e-3, 1e-20])
+def test_one_example_contributes_at_most_the_clip_norm(dtype, clip_norm):
+    size = 100_003
+    gradient = jax.jit(clipped_gradient(spread_loss, clip_norm=clip_norm))
+    for name, values in hard_examples(size):
+        example = jnp.asarray(values, jnp.float32).astype(dtype)
+        total = gradient(jnp.zeros(size, dtype), example[None]).total
+        assert total.dtype == jnp.float32
+        assert length(total) <= clip_norm * (1 + 1e-6), name
+        exact = np.asarray(example, np.float64)
+        if clip_norm < np.linalg.norm(exact) < 1e18 * clip_norm:  # what is longer still counts nothing
+            assert length(total) >= clip_norm * (1 - 4e-5), name  # and little is given away
+
+
+def test_a_sum_in_one_go_is_caught(monkeypatch):
+    """The planted fault: squares that are added one after the other."""
+
+    def plain(leaf):
+        squares = jnp.square(leaf).reshape(-1)
+        return lax.scan(lambda total, one: (total + one, None), jnp.float32(0), squares)[0], 0
+
+    monkeypatch.setattr(clipping, "_sum_of_squares", plain)
+    example = jnp.asarray(next(hard_examples(100_003))[1], jnp.float32)
+    total = clipped_gradient(spread_loss, clip_norm=1.0)(jnp.zeros(100_003), example[None]).total
+    assert length(total) > 1.0005
+
+
+def test_what_an_example_contributes_does_not_depend_on_the_others():
+    weights, (x, y) = problem(8, size=10.0)
+    gradient = jax.jit(clipped_gradient(loss, clip_norm=CLIP))
+    others = problem(8, seed=3, size=100.0)[1]
+    alone = gradient(weights, (x, y), mask=np.arange(8) == 2).total
+    mixed = jax.tree.map(lambda own, other: other.at[2].set(own[2]), (x, y), others)
+    among = gradient(weights, mixed, mask=np.arange(8) == 2).total
+    for name in alone:
+        np.testing.assert_array_equal(alone[name], among[name])
+
+
+def test_nothing_compiles_again_for_another_mask():
+    weights, batch = problem()
+    gradient = jax.jit(clipped_gradient(loss, clip_norm=CLIP, microbatch=2))
+    for count in range(10):
+        gradient(weights, batch, mask=np.arange(9) < count)
+    assert gradient._cache_size() == 1
+
+
+def test_arguments_of_jax_grad_work_as_there():
+    weights, (x, y) = problem()
+
+    def several(scale, x, weights, y):
+        return loss(weights, (x, y)) * scale, {"seen": x.sum()}
+
+    gradient = clipped_gradient(several, clip_norm=CLIP, argnums=(0, 2), batch_argnums=(1, 3), has_aux=True)
+    found, seen = gradient(jnp.float32(2), x, weights, y)
+    assert set(found.total[1]) == set(weights)
+    assert found.total[0].shape == ()
+    np.testing.assert_allclose(seen.aux["seen"], x.sum(axis=1), rtol=1e-5)
+    assert seen.values.shape == (9,)
+
+    def with_batch(weights, example):
+        assert example[0].shape == (1, 4)
+        return loss(weights, jax.tree.map(lambda leaf: leaf[0], example))
+
+    kept = clipped_gradient(with_batch, clip_norm=CLIP, keep_batch_dim=True)(weights, (x, y))
+    plain = clipped_gradient(loss, clip_norm=CLIP)(weights, (x, y))
+    assert_near(kept.total, {name: np.asarray(leaf, np.float64) for name, leaf in plain.total.items()}, 1e-6)
+
+
+def test_norms_agree_with_a_peer():
+    jax_privacy = pytest.importorskip("jax_privacy")
+    weights, batch = problem(size=5.0)
+    peer = jax_privacy.clipping.clipped_grad(loss, l2_clip_norm=CLIP, keep_batch_dim=False)
+    expected = {name: np.asarray(leaf, np.float64) for name, leaf in peer(weights, batch).items()}
+    assert_near(clipped_gradient(loss, clip_norm=CLIP)(weights, batch).total, expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"clip_norm": 0}, "clip_norm=0"),
+        ({"clip_norm": float("nan")}, "clip_norm=nan"),
+        ({"clip_norm": 1, "microbatch": 0}, "microbatch=0"),
+        ({"clip_norm": 1, "argnums": 1}, "argnums=1"),
+    ],
+)
+def test_nonsense_is_refused(arguments, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        clipped_gradient(loss, **arguments)
+
+
+def test_a_batch_that_is_none_is_refused():
+    weights, (x, y) = problem()
+    gradient = clipped_gradient(loss, clip_norm=CLIP)
+    with pytest.raises(ValueError, match="same number of rows"):
+        gradient(weights, (x, y[:3]))
+    with pytest.raises(ValueError, match=r"mask\.shape"):
+        gradient(weights, (x, y), mask=np.ones(3, bool))
+    with pytest.raises(ValueError, match="first dimension"):
+        gradient(weights, (jnp.float32(1), jnp.float32(2)))
+
+
+def test_a_clipped_sum_is_no_update_of_its_own():
+    optax = pytest.importorskip("optax")
+    weights, batch = problem()
+    total = clipped_gradient(loss, clip_norm=CLIP)(weights, batch)
+    assert isinstance(total, Clipped)
+    with pytest.raises(ValueError, match=r"[Dd]ict|structure|Clipped|pytree"):
+        optax.apply_updates(weights, total)
