@@ -78,9 +78,8 @@ def restore(run: Run, tree: Any) -> Any:
         provenance = Provenance.loads(contents["noise"])
         state.noise.provenance.expect(provenance, shapes=True)
         noise = replace(state.noise, history={name: read[_PREFIX + name] for name in state.noise.history})
-        state = replace(
-            state, noise=replace(noise, step=jnp.asarray(known.step, jnp.int32)), provenance=run.words
-        )
+        noise = replace(noise, step=jnp.asarray(known.step, jnp.int32))
+        state = replace(state, noise=noise, provenance=run.words if known.step else state.provenance)
         plain = {name: _xor(state, _PREFIX + name, run.key, contents["salt"]) for name in state.noise.history}
         state = replace(state, noise=replace(state.noise, history=plain))
         run.steps_taken = known.step

@@ -221,9 +221,10 @@ class Run:
             raise ValueError("chunk: is not the one at hand; release the chunks of run.chunks in their order")
         state = self._state_in(carry)
         self._begin(state)
-        secret = self._words.secret(self.plan, chunk.step, digests=True)
+        secret, carry = self._words.secret(self.plan, chunk.step, digests=True), chunks.as_stored(carry)
         program = self._programs.compiled(advance, chunk, carry, secret)
-        inputs = self._words.digest((carry, chunk.rows)) + program.identity + chunk.indices
+        decides = chunks.deciding(carry), chunk.rows
+        inputs = self._words.digest(decides) + program.identity + chunk.indices
         self.on_ledger(lambda ledger: ledger.reserve(chunk.step, chunk.count, inputs))
         self._steps_spent = max(self._steps_spent, chunk.step + chunk.count)
         result, digests = program.run(secret, chunk.rows, carry)
