@@ -71,7 +71,7 @@ def restore(run: Run, tree: Any) -> Any:
     contents = json.loads((found[-1] / CONTENTS).read_bytes())
     leaves, state = _parts(tree)
     own = known.run_id == run.run_id
-    history = _history(state) if own else {}
+    history = _history(state)
     _check_shapes(contents["shapes"], leaves, history)
     read = _read(found[-1], contents["shapes"], leaves | history)
     if own:
@@ -79,7 +79,7 @@ def restore(run: Run, tree: Any) -> Any:
         state.noise.provenance.expect(provenance, shapes=True)
         noise = replace(state.noise, history={name: read[_PREFIX + name] for name in state.noise.history})
         noise = replace(noise, step=jnp.asarray(known.step, jnp.int32))
-        state = replace(state, noise=noise, provenance=run.words if known.step else state.provenance)
+        state = replace(state, noise=noise, provenance=run.words.copy() if known.step else state.provenance)
         plain = {name: _xor(state, _PREFIX + name, run.key, contents["salt"]) for name in state.noise.history}
         state = replace(state, noise=replace(state.noise, history=plain))
         run.steps_taken = known.step
@@ -157,17 +157,9 @@ def _read(folder: Path, shapes: dict[str, Any], wanted: dict[str, Any]) -> dict[
     }
     if not like:
         return wanted
-    # All that the checkpoint holds must be named; what is not wanted is left where it is.
-    other = {places[name]: ... for name, shape in shapes.items() if name not in wanted and 0 not in shape}
     with _orbax() as orbax:
-        found = orbax.restore((folder / ARRAYS).absolute(), like | _placeholders(other), strict=False)
+        found = orbax.restore((folder / ARRAYS).absolute(), like, strict=False)
     return {name: found.get(places[name], leaf) for name, leaf in wanted.items()}
-
-
-def _placeholders(names: dict[str, Any]) -> dict[str, Any]:
-    import orbax.checkpoint as ocp
-
-    return dict.fromkeys(names, ocp.PLACEHOLDER)
 
 
 def _check_shapes(saved: dict[str, Any], leaves: dict[str, Any], history: dict[str, Any]) -> None:

@@ -1,0 +1,105 @@
+"""Trains in JAX in child processes and kills them with SIGKILL, in chosen places and at random moments.
+
+    python jax_killed_training.py FOLDER KILLS
+    python jax_killed_training.py FOLDER run [PLACE VISITS]     one child
+
+A child is a process of its own, since JAX does not survive a fork. Prints the number of kills as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PLACES = ["ledger", "released", "checkpoint", "cleaning", "reserved", "random"]
+
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def plant(place, after):
+    """Make the `after`-th visit of a place the last thing this process does."""
+    from bandmf import ledger
+    from bandmf.ledger import checkpoints
+
+    visits = [0]
+
+    def now():
+        visits[0] += 1
+        return visits[0] == after
+
+    if place == "ledger":  # half a line reaches the file
+        write = os.write
+        os.write = lambda f, line: (write(f, line[: len(line) // 2]), die()) if now() else write(f, line)
+    elif place == "released":  # the line is on the disk, the noise not yet added
+        append = ledger.Ledger._append
+        ledger.Ledger._append = lambda *a: (append(*a), die() if now() else None)
+    elif place == "checkpoint":  # data are written, the name is not given
+        publish = checkpoints.publish
+        checkpoints.publish = lambda *a: die() if now() else publish(*a)
+    elif place == "cleaning":  # named, the old ones not yet removed
+        remove = checkpoints.shutil.rmtree
+        checkpoints.shutil.rmtree = lambda *a: die() if now() else remove(*a)
+    elif place == "reserved":  # a chunk was computed, its sums are not recorded
+        finish = ledger.Ledger.finish
+        ledger.Ledger.finish = lambda *a: die() if now() else finish(*a)
+
+
+def run(folder):
+    """The whole training, from wherever it was: two steps by themselves, then two at once, and so on."""
+    import numpy as np
+    import optax
+
+    import jax_training as tiny
+    from training import same_run
+
+    plan = tiny.plan(steps=24)
+    training = tiny.Training(plan, optax.adam(0.1))
+    with same_run():
+        open_run = tiny.open_run(plan, folder)
+    weights, state = open_run.restore(training.begin())
+    while not open_run.finished:
+        open_run.save((weights, state))
+        if open_run.steps_taken % 4 == 0:
+            weights, state = training.steps(open_run, weights, state, until=open_run.steps_taken + 2)
+        else:
+            chunk = next(open_run.chunks(tiny.data(), steps=2))
+            weights, state = open_run.release_chunk(training.advance, chunk, weights, state)
+    np.save(folder / "final.npy", tiny.flat(weights))
+
+
+def attempt(folder, place, after, seconds):
+    """One process; True if it was killed."""
+    child = subprocess.Popen([sys.executable, __file__, str(folder), "run", place, str(after)])
+    if place == "random":
+        time.sleep(seconds)
+        child.kill()
+    code = child.wait()
+    assert code in (0, -signal.SIGKILL), code
+    return code != 0
+
+
+def main():
+    folder = Path(sys.argv[1])
+    if sys.argv[2] == "run":
+        plant(sys.argv[3], int(sys.argv[4]))
+        run(folder)
+        return
+    dice, kills = random.Random(3), dict.fromkeys(PLACES, 0)
+    attempt(folder / "clean", "nowhere", 0, 0)
+    for number in range(int(sys.argv[2])):
+        place = PLACES[number % len(PLACES)]
+        kills[place] += attempt(folder / "killed", place, dice.randint(1, 3), dice.uniform(2.0, 5.0))
+    attempt(folder / "killed", "nowhere", 0, 0)  # to the end
+    print(json.dumps(kills))
+
+
+if __name__ == "__main__":
+    main()
