@@ -1,9 +1,9 @@
 """Trains in JAX in child processes and kills them with SIGKILL, in chosen places and at random moments.
 
     python jax_killed_training.py FOLDER KILLS
-    python jax_killed_training.py FOLDER run [PLACE VISITS]     one child
 
-A child is a process of its own, since JAX does not survive a fork. Prints the number of kills as JSON.
+The children are forked, so that JAX is imported once; nothing of it has been used by then, which would not survive.
+Prints the number of kills as JSON.
 """
 
 from __future__ import annotations
@@ -12,10 +12,17 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
+
+import numpy as np
+import optax
+
+import jax_training as tiny
+from bandmf import ledger
+from bandmf.ledger import checkpoints
+from training import same_run
 
 PLACES = ["ledger", "released", "checkpoint", "cleaning", "reserved", "random"]
 
@@ -26,9 +33,6 @@ def die(*_):
 
 def plant(place, after):
     """Make the `after`-th visit of a place the last thing this process does."""
-    from bandmf import ledger
-    from bandmf.ledger import checkpoints
-
     visits = [0]
 
     def now():
@@ -54,12 +58,6 @@ def plant(place, after):
 
 def run(folder):
     """The whole training, from wherever it was: two steps by themselves, then two at once, and so on."""
-    import numpy as np
-    import optax
-
-    import jax_training as tiny
-    from training import same_run
-
     plan = tiny.plan(steps=24)
     training = tiny.Training(plan, optax.adam(0.1))
     with same_run():
@@ -77,26 +75,30 @@ def run(folder):
 
 def attempt(folder, place, after, seconds):
     """One process; True if it was killed."""
-    child = subprocess.Popen([sys.executable, __file__, str(folder), "run", place, str(after)])
+    child = os.fork()
+    if child == 0:
+        try:
+            plant(place, after)
+            run(folder)
+        except BaseException as error:
+            print(repr(error), file=sys.stderr)
+            os._exit(1)
+        os._exit(0)
     if place == "random":
         time.sleep(seconds)
-        child.kill()
-    code = child.wait()
-    assert code in (0, -signal.SIGKILL), code
-    return code != 0
+        os.kill(child, signal.SIGKILL)
+    status = os.waitpid(child, 0)[1]
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
 
 
 def main():
     folder = Path(sys.argv[1])
-    if sys.argv[2] == "run":
-        plant(sys.argv[3], int(sys.argv[4]))
-        run(folder)
-        return
     dice, kills = random.Random(3), dict.fromkeys(PLACES, 0)
     attempt(folder / "clean", "nowhere", 0, 0)
     for number in range(int(sys.argv[2])):
         place = PLACES[number % len(PLACES)]
-        kills[place] += attempt(folder / "killed", place, dice.randint(1, 3), dice.uniform(2.0, 5.0))
+        kills[place] += attempt(folder / "killed", place, dice.randint(1, 3), dice.uniform(1.0, 3.0))
     attempt(folder / "killed", "nowhere", 0, 0)  # to the end
     print(json.dumps(kills))
 

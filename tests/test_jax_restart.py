@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import stat
 import subprocess
 import sys
@@ -62,7 +61,8 @@ def test_a_run_goes_on_where_its_checkpoint_was(tmp_path, until, bands):
 def test_a_run_killed_ten_times_is_the_run_that_was_not(tmp_path):
     done = subprocess.run(
         [sys.executable, HERE / "jax_killed_training.py", tmp_path, "10"],
-        env=environment(JAX_PLATFORMS="cpu", BANDMF_CACHE=os.environ["BANDMF_CACHE"]),
+        # Nearly all of the time is compilation, so let LLVM try less hard.
+        env=environment(JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_backend_optimization_level=0"),
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]

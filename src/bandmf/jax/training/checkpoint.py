@@ -159,7 +159,12 @@ def _read(folder: Path, shapes: dict[str, Any], wanted: dict[str, Any]) -> dict[
         return wanted
     with _orbax() as orbax:
         found = orbax.restore((folder / ARRAYS).absolute(), like, strict=False)
-    return {name: found.get(places[name], leaf) for name, leaf in wanted.items()}
+    return {name: _as_free(found.get(places[name], leaf), leaf) for name, leaf in wanted.items()}
+
+
+def _as_free(found: Any, like: Any) -> Any:
+    """An array that is bound to its device only where the other is: a program is another one for arrays that are."""
+    return found if like.committed else jnp.asarray(np.asarray(found))
 
 
 def _check_shapes(saved: dict[str, Any], leaves: dict[str, Any], history: dict[str, Any]) -> None:
@@ -206,4 +211,4 @@ def _xor(state: PrivateState, name: str, key: Key, salt: str) -> Any:
         assert index is not None
         return parts[tuple(one.indices(size) for one, size in zip(index, vectors.shape, strict=True))]
 
-    return jax.make_array_from_callback(vectors.shape, vectors.sharding, part_at)
+    return _as_free(jax.make_array_from_callback(vectors.shape, vectors.sharding, part_at), vectors)
