@@ -6,6 +6,11 @@
 
 #include <pthread.h>
 #include <stdint.h>
+#include <stdlib.h>
+#include <unistd.h>
+#ifdef __linux__
+#include <sched.h>
+#endif
 
 #define BANDMF_MOST_THREADS 256
 
@@ -21,6 +26,18 @@ static inline void bandmf_share(void *(*take)(void *), void *work, int threads) 
 
 static inline int bandmf_at_most(int threads, int64_t useful) {
     return useful >= threads ? threads : useful < 1 ? 1 : (int)useful;
+}
+
+/* Cores that this process may run on, fewer where OMP_NUM_THREADS says so; as `threads` of native/library.py. */
+static inline int bandmf_cores(void) {
+    long cores = sysconf(_SC_NPROCESSORS_ONLN);
+#if defined(__linux__) && defined(CPU_COUNT)
+    cpu_set_t mine;
+    if (!sched_getaffinity(0, sizeof mine, &mine)) cores = CPU_COUNT(&mine);
+#endif
+    const char *wanted = getenv("OMP_NUM_THREADS");
+    const int limit = wanted ? atoi(wanted) : 0;
+    return limit > 0 && limit < cores ? limit : cores > 0 ? (int)cores : 1;
 }
 
 #endif

@@ -7,7 +7,7 @@ noise from a flat history moves once, to where the gradient lies.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ class Layout:
     stored: Shape
     mesh: Mesh | None = None
     spec: PartitionSpec = REPLICATED
+    flat: bool = False
 
     def zeros(self, slots: int) -> Array:
         """An empty history, made where it will lie."""
@@ -60,6 +61,11 @@ class Layout:
         """The mesh axes that each dimension is cut over."""
         entries = [*self.spec, *[None] * (len(self.stored) - len(self.spec))]
         return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
+
+    @property
+    def holds_gradient(self) -> bool:
+        """Whether vectors have the gradient's own shape, and lie where it lies."""
+        return self.stored == self.shape and (self.mesh is None or not self.flat)
 
     def to_gradient(self, y: Array) -> Array:
         """Noise in the gradient's shape; from a flat history this is the one move between devices."""
@@ -103,7 +109,15 @@ def layout_of(leaf: Any, shape: Shape) -> Layout:
 def flat_layout(shape: Shape, mesh: Mesh) -> Layout:
     """One flat vector cut evenly over all devices of a mesh, padded so that the cut is even."""
     each = -(-math.prod(shape) // mesh.size)
-    return Layout(shape, (each * mesh.size,), mesh, PartitionSpec(tuple(mesh.axis_names)))
+    return Layout(shape, (each * mesh.size,), mesh, PartitionSpec(tuple(mesh.axis_names)), flat=True)
+
+
+def everywhere(tree: Any, layouts: Iterable[Layout]) -> Any:
+    """Small arrays on every device of the mesh that vectors lie on; as they are, where there is none."""
+    meshes = {layout.mesh for layout in layouts if layout.mesh is not None}
+    if len(meshes) != 1:
+        return tree
+    return jax.device_put(tree, NamedSharding(meshes.pop(), REPLICATED))
 
 
 def _explicit(mesh: Mesh) -> bool:
