@@ -15,12 +15,19 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 sys.path.insert(0, str(Path(__file__).parent / "src" / "bandmf" / "native"))
-from sources import FOLDER, digest  # noqa: E402
+from sources import FOLDER, digest
 
 HERE = Path(__file__).parent
 FLAGS = ["-O3", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fvisibility=hidden", "-Wno-psabi"]
 WIDTHS = {"4": [], "8": ["-mavx2", "-mfma"]}
-WIDTHS["16"] = [*WIDTHS["8"], "-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mprefer-vector-width=512"]
+WIDTHS["16"] = [
+    *WIDTHS["8"],
+    "-mavx512f",
+    "-mavx512dq",
+    "-mavx512bw",
+    "-mavx512vl",
+    "-mprefer-vector-width=512",
+]
 
 
 class BuildLibrary(build_ext):
@@ -42,7 +49,11 @@ class BuildLibrary(build_ext):
                 folder = str(Path(self.build_temp) / f"width{width}")
                 define = [*macros, ("WIDTH", width)]
                 objects += self.compiler.compile(
-                    [source], output_dir=folder, macros=define, extra_postargs=[*FLAGS, *flags], depends=ext.depends
+                    [source],
+                    output_dir=folder,
+                    macros=define,
+                    extra_postargs=[*FLAGS, *flags],
+                    depends=ext.depends,
                 )
         path = self.get_ext_fullpath(ext.name)
         Path(path).parent.mkdir(parents=True, exist_ok=True)

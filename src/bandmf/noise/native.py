@@ -77,7 +77,9 @@ class Kernels:
     def __init__(self, secret: bytes, cipher_rounds: int, parts: Sequence[Part], width: int = 0) -> None:
         found = library()
         if found is None:
-            raise RuntimeError("the native library is not there: see the log, or reinstall bandmf with a C compiler")
+            raise RuntimeError(
+                "the native library is not there: see the log, or reinstall bandmf with a C compiler"
+            )
         self._library, self._width = found, width
         self._key = chacha.key_words(secret)
         self._cipher_rounds = cipher_rounds
@@ -129,7 +131,13 @@ class Kernels:
         """prepared = matrix @ history, for the first `size` numbers of the rows: the look-ahead pass."""
         matrix = np.ascontiguousarray(matrix, np.float32)
         made = CPass(
-            matrix.ctypes.data, history.address, prepared.address, *matrix.shape, history.stride, prepared.stride, size
+            matrix.ctypes.data,
+            history.address,
+            prepared.address,
+            *matrix.shape,
+            history.stride,
+            prepared.stride,
+            size,
         )
         _raise(self._library.bandmf_noise_pass(ctypes.byref(made), threads, self._width))
 

@@ -97,7 +97,9 @@ class Engine:
     ) -> None:
         executor = _executor(kernels, mesh)
         if not executor.looks_ahead:
-            lookahead = _check.whole("lookahead", lookahead or 1, 1, 1, "1 (only kernels='native' looks ahead)")
+            lookahead = _check.whole(
+                "lookahead", lookahead or 1, 1, 1, "1 (only kernels='native' looks ahead)"
+            )
         self.schedule = Schedule(strategy, lookahead, max_vectors=max_vectors, kept_inputs=kept_inputs)
         _check.whole("steps", self.schedule.steps, 1, 2**31 - 1, "2^31 - 1 (the step is 32 bits in JAX)")
         self.key = Key() if key is None else key
@@ -171,7 +173,9 @@ class Engine:
         leaves, shapes = named(gradients), dict(state.provenance.shapes)
         checks.check_names(shapes, leaves)
         rows = self.schedule.vectors - self.schedule.slots
-        if rows and (set(state.prepared) != set(shapes) or any(len(p) != rows for p in state.prepared.values())):
+        if rows and (
+            set(state.prepared) != set(shapes) or any(len(p) != rows for p in state.prepared.values())
+        ):
             raise ValueError("state: has no prepared sums for this engine; begin with this engine's init")
         if set(self._layouts) != set(shapes):
             raise ValueError("state: was made by another engine; begin with this engine's init")
@@ -210,7 +214,9 @@ class Engine:
         return self._whole(jnp.asarray(step, jnp.int32), history, state.provenance)
 
 
-def _executor(kernels: str | None, mesh: Mesh | None) -> type[native_executor.NativeExecutor] | type[XlaExecutor]:
+def _executor(
+    kernels: str | None, mesh: Mesh | None
+) -> type[native_executor.NativeExecutor] | type[XlaExecutor]:
     """What takes the steps."""
     chosen = _check.choice("kernels", kernels, (None, *KERNELS))
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform

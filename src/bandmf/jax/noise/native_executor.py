@@ -54,7 +54,12 @@ class NativeExecutor:
         self._schedule, self._cipher_rounds = schedule, cipher_rounds
 
     def advance(
-        self, layouts: Mapping[str, Layout], vectors: Vectors, gradients: Mapping[str, Array], scale: Array, key: Array
+        self,
+        layouts: Mapping[str, Layout],
+        vectors: Vectors,
+        gradients: Mapping[str, Array],
+        scale: Array,
+        key: Array,
     ) -> tuple[dict[str, Array], Vectors]:
         """See Executor."""
         noisy, history, prepared = dict(gradients), dict(vectors.history), dict(vectors.prepared)
@@ -83,7 +88,10 @@ class NativeExecutor:
         near = [name for name in names if layouts[name].holds_gradient]
 
         def here(
-            numbers: tuple[Array, ...], table: Table, targets: dict[str, Array], rows: dict[str, tuple[Array, Array]]
+            numbers: tuple[Array, ...],
+            table: Table,
+            targets: dict[str, Array],
+            rows: dict[str, tuple[Array, Array]],
         ) -> dict[str, Places]:
             *others, scale = numbers
             made = {}
@@ -98,15 +106,20 @@ class NativeExecutor:
         if mesh is not None:
             specs = {name: layouts[name].spec for name in names}
             row = {name: PartitionSpec(None, *specs[name]) for name in names}
-            given = (REPLICATED,) * 4, Table(*[REPLICATED] * len(vectors.table))
-            given += {name: specs[name] for name in near}, {name: (row[name], row[name]) for name in names}
+            targets, pairs = (
+                {name: specs[name] for name in near},
+                {name: (row[name], row[name]) for name in names},
+            )
+            given = REPLICATED, REPLICATED, targets, pairs
             out = {name: (specs[name], row[name], row[name]) for name in names}
             here = shard_map(here, mesh=mesh, in_specs=given, out_specs=out, check_vma=False)
         rows = {name: (vectors.history[name], vectors.prepared[name]) for name in names}
         numbers = vectors.step, vectors.refreshed, key, scale
         return here(numbers, vectors.table, {name: gradients[name] for name in near}, rows)
 
-    def _call(self, tensor: int, layout: Layout, numbers: tuple[Array, ...], table: Table, places: Places) -> Places:
+    def _call(
+        self, tensor: int, layout: Layout, numbers: tuple[Array, ...], table: Table, places: Places
+    ) -> Places:
         """One call of the library, for what this device holds of a tensor."""
         spans = layout.spans(tensor)
         starts = jnp.stack([jnp.asarray(part, jnp.uint32).reshape(-1) for part in spans.starts])

@@ -157,4 +157,4 @@ def _box(tensor: int, whole: Shape, local: Shape, blocks: list[Any]) -> Spans:
         index = jnp.arange(local[k], dtype=jnp.uint32)
         moved = advance((starts[0][:, None], starts[1][:, None]), index[None, :], strides[k])
         starts = moved[0].reshape(-1), moved[1].reshape(-1)
-    return Spans(tensor, starts, math.prod(local[cut:]))
+    return Spans(tensor, starts, math.prod(local[cut:]), whole=local == whole)

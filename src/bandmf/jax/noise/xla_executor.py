@@ -23,7 +23,12 @@ class XlaExecutor:
         self._schedule, self._cipher_rounds = schedule, cipher_rounds
 
     def advance(
-        self, layouts: Mapping[str, Layout], vectors: Vectors, gradients: Mapping[str, Array], scale: Array, key: Array
+        self,
+        layouts: Mapping[str, Layout],
+        vectors: Vectors,
+        gradients: Mapping[str, Array],
+        scale: Array,
+        key: Array,
     ) -> tuple[dict[str, Array], Vectors]:
         """See Executor."""
         feeds, weights = self._coefficients(vectors)
@@ -33,7 +38,9 @@ class XlaExecutor:
             y, history[name] = self._advance(vectors.step, newest[name], drawn[name], weights, past)
             gradient, noise = gradients[name], layouts[name].to_gradient(y)
             wide = jnp.promote_types(gradient.dtype, jnp.float32)
-            noisy[name] = (gradient.astype(wide) + scale.astype(wide) * noise.astype(wide)).astype(gradient.dtype)
+            noisy[name] = (gradient.astype(wide) + scale.astype(wide) * noise.astype(wide)).astype(
+                gradient.dtype
+            )
         return noisy, vectors._replace(step=vectors.step + 1, history=history)
 
     def _coefficients(self, vectors: Vectors) -> tuple[Array, Array]:
