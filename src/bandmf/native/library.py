@@ -22,6 +22,13 @@ def available() -> bool:
     return library() is not None
 
 
+def chosen(kernels: str | None) -> bool:
+    """Whether an engine with this argument uses the library; fails where it must and cannot."""
+    if kernels == "native" and not available():
+        raise RuntimeError("kernels='native': the native library is not there; see the log for the reason")
+    return kernels == "native" or (kernels is None and available())
+
+
 @cache
 def library() -> ctypes.CDLL | None:
     """The library, or None where it is switched off, missing, stale or broken."""

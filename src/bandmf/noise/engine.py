@@ -18,7 +18,7 @@ import numpy as np
 
 from bandmf import _check
 from bandmf._deprecated import renamed_arguments
-from bandmf.native.library import available, threads
+from bandmf.native.library import chosen, threads
 from bandmf.noise import checks, native
 from bandmf.noise.normals import Float32, Source, chunks
 from bandmf.noise.provenance import Provenance
@@ -87,8 +87,7 @@ class NumpyEngine:
         kept_inputs: int | None = 0,
         kernels: str | None = None,
     ) -> None:
-        chosen = _check.choice("kernels", kernels, (None, *KERNELS))
-        self._native = chosen == "native" or (chosen is None and available())
+        self._native = chosen(_check.choice("kernels", kernels, (None, *KERNELS)))
         self.schedule = Schedule(strategy, lookahead, max_vectors=max_vectors, kept_inputs=kept_inputs)
         self.key = Key() if key is None else key
         self.cipher_rounds = cipher_rounds

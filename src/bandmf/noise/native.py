@@ -76,10 +76,7 @@ class Kernels:
 
     def __init__(self, secret: bytes, cipher_rounds: int, parts: Sequence[Part], width: int = 0) -> None:
         found = library()
-        if found is None:
-            raise RuntimeError(
-                "the native library is not there: see the log, or reinstall bandmf with a C compiler"
-            )
+        assert found is not None  # engines ask first
         self._library, self._width = found, width
         self._key = chacha.key_words(secret)
         self._cipher_rounds = cipher_rounds

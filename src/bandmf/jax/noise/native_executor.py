@@ -38,6 +38,7 @@ def registered() -> bool:
     if found is None:
         return False
     try:
+        jax.devices("cpu")  # before there are devices, XLA takes any handler, and refuses it later
         jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(found.bandmf_xla_step), platform="cpu")
     except Exception as error:  # whatever this version of XLA raises for a handler that does not fit
         logger.warning("bandmf's native library is not used in JAX, noise on the CPU takes longer: %s", error)

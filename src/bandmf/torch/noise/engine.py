@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from bandmf import _check
 from bandmf._deprecated import renamed_arguments
-from bandmf.native.library import available
+from bandmf.native.library import chosen
 from bandmf.noise import checks
 from bandmf.noise.provenance import Provenance
 from bandmf.noise.schedule import INNER, Schedule, Step
@@ -68,10 +68,9 @@ class Engine:
     noise, before the gradients are summed over the group (see bandmf.torch.noise.shards).
     `check_finite=False` saves one read of the gradients and, on CUDA, one synchronization.
     `kernels` is "triton", "native" (the C library, on the CPU) or "torch"; None takes the fastest that is there for
-    each device. `max_vectors` caps the
-    memory (`plan.max_vectors`, for a plan with a memory limit). A banded inverse draws past z again and keeps
-    nothing; `kept_inputs` of the last z are kept instead (None: all that it needs and that fit in `max_vectors`),
-    which takes as many vectors and saves as many draws a step.
+    each device. `max_vectors` caps the memory (`plan.max_vectors`, for a plan with a memory limit). A banded inverse
+    draws past z again and keeps nothing; `kept_inputs` of the last z are kept instead (None: all that it needs and
+    that fit in `max_vectors`), which takes as many vectors and saves as many draws a step.
     """
 
     @renamed_arguments(rounds="cipher_rounds")
@@ -89,7 +88,7 @@ class Engine:
         kernels: str | None = None,
     ) -> None:
         self._kernels = _check.choice("kernels", kernels, (None, *KERNELS))
-        self._triton = _wants_triton(kernels)
+        self._triton, self._native = _wants_triton(kernels), chosen(kernels)
         inner = INNER["cuda" if self._triton else "cpu"]
         self.schedule = Schedule(strategy, lookahead, inner, max_vectors, kept_inputs)
         self.key = Key() if key is None else key
@@ -135,8 +134,7 @@ class Engine:
         fits = part.region.contiguous and (part.device.type == "cuda" or self._kernels == "triton")
         if fits and self._triton:
             return "triton"
-        wanted = self._kernels == "native" or (self._kernels is None and available())
-        return "native" if wanted and part.device.type == "cpu" else "torch"
+        return "native" if part.device.type == "cpu" and self._native else "torch"
 
     def _executor(self, kernels: str, vectors: Vectors) -> Executor:
         secret = self.key.derive("noise").secret
