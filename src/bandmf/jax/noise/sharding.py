@@ -101,8 +101,9 @@ def layout_of(leaf: Any, shape: Shape) -> Layout:
     """The layout of an array: its own sharding, where that is over a mesh."""
     sharding = getattr(leaf, "sharding", None)
     if isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated:
-        whole = (*sharding.spec, *[None] * (len(shape) - len(sharding.spec)))
-        return Layout(shape, shape, sharding.mesh, PartitionSpec(*whole))  # type: ignore[arg-type]
+        cut = [k + 1 for k, axes in enumerate(sharding.spec) if axes]
+        # As XLA writes it, or what comes out of a step would look like another sharding, and be compiled again.
+        return Layout(shape, shape, sharding.mesh, PartitionSpec(*sharding.spec[: max(cut)]))  # type: ignore[arg-type]
     return Layout(shape, shape)
 
 
@@ -113,11 +114,14 @@ def flat_layout(shape: Shape, mesh: Mesh) -> Layout:
 
 
 def everywhere(tree: Any, layouts: Iterable[Layout]) -> Any:
-    """Small arrays on every device of the mesh that vectors lie on; as they are, where there is none."""
+    """Small arrays on every device of the mesh that vectors lie on; as they are, where there is none.
+
+    Nor with explicit shardings: those would spread from them to vectors that lie elsewhere.
+    """
     meshes = {layout.mesh for layout in layouts if layout.mesh is not None}
-    if len(meshes) != 1:
+    if len(meshes) != 1 or _explicit(mesh := meshes.pop()):
         return tree
-    return jax.device_put(tree, NamedSharding(meshes.pop(), REPLICATED))
+    return jax.device_put(tree, NamedSharding(mesh, REPLICATED))
 
 
 def _explicit(mesh: Mesh) -> bool:
