@@ -51,7 +51,7 @@ ORDER = [
     "cli",
 ]
 OPTIONAL = {"torch", "triton", "opacus", "jax", "optax", "jax_privacy", "matplotlib"}
-NEED_OPTIONAL = {"torch", "jax", "demo", "audit", "plots", "paper", "cli"}
+NEED_OPTIONAL = {"native", "torch", "jax", "demo", "audit", "plots", "paper", "cli"}
 LONGEST_FILE, LARGEST_FOLDER = 400, 14  # lines; files, __init__ among them
 
 

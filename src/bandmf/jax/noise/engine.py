@@ -20,8 +20,9 @@ from jax.sharding import Mesh
 
 from bandmf import _check
 from bandmf._deprecated import renamed_arguments
-from bandmf.jax.noise import native_executor
+from bandmf.jax.noise import native_executor, triton_executor
 from bandmf.jax.noise.executor import Executor, Vectors
+from bandmf.jax.noise.kernel_executor import KernelExecutor
 from bandmf.jax.noise.sharding import Layout, everywhere, flat_layout, layout_of
 from bandmf.jax.noise.tables import Table, table
 from bandmf.jax.noise.xla_executor import XlaExecutor
@@ -33,7 +34,8 @@ from bandmf.randomness.key import Key
 from bandmf.strategies.base import Strategy
 
 DTYPES = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16", "float64"))
-KERNELS = ("native", "xla")
+KERNELS = ("native", "triton", "xla")
+_CUDA = ("gpu", "cuda")  # what JAX calls such a device
 Array = jax.Array
 
 
@@ -78,8 +80,8 @@ class Engine:
     A banded inverse draws past z again and keeps nothing; `kept_inputs` of the last z are kept instead (None: all
     that it needs and that fit in `max_vectors`), which takes as many vectors and saves as many draws a step.
     Gradients may be any pytree of arrays; its leaves are named by their path, "layer.weight".
-    `kernels` is "native" (the C library, called by XLA, on CPU devices) or "xla" (any device); None takes the first
-    where it is there and JAX computes on CPUs. Only the first looks ahead: `lookahead` is as for `NumpyEngine`.
+    `kernels` is "native" (the C library, on CPUs), "triton" (fused kernels through jax_triton, on GPUs) or "xla" (any
+    device, without look-ahead); None takes what is there for the device. `lookahead` is as for `NumpyEngine`.
     """
 
     @renamed_arguments(rounds="cipher_rounds")
@@ -98,7 +100,7 @@ class Engine:
         executor = _executor(kernels, mesh)
         if not executor.looks_ahead:
             lookahead = _check.whole(
-                "lookahead", lookahead or 1, 1, 1, "1 (only kernels='native' looks ahead)"
+                "lookahead", lookahead or 1, 1, 1, "1 (kernels='xla' does not look ahead)"
             )
         self.schedule = Schedule(strategy, lookahead, max_vectors=max_vectors, kept_inputs=kept_inputs)
         _check.whole("steps", self.schedule.steps, 1, 2**31 - 1, "2^31 - 1 (the step is 32 bits in JAX)")
@@ -214,17 +216,19 @@ class Engine:
         return self._whole(jnp.asarray(step, jnp.int32), history, state.provenance)
 
 
-def _executor(
-    kernels: str | None, mesh: Mesh | None
-) -> type[native_executor.NativeExecutor] | type[XlaExecutor]:
+def _executor(kernels: str | None, mesh: Mesh | None) -> type[KernelExecutor] | type[XlaExecutor]:
     """What takes the steps."""
     chosen = _check.choice("kernels", kernels, (None, *KERNELS))
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
     if chosen == "native" and not native_executor.registered():
         raise RuntimeError("kernels='native': the native library is not there; see the log, or use 'xla'")
-    if chosen == "xla" or (chosen is None and (platform != "cpu" or not native_executor.registered())):
-        return XlaExecutor
-    return native_executor.NativeExecutor
+    if chosen == "triton" and not triton_executor.available():
+        raise RuntimeError("kernels='triton': needs jax_triton; pip install 'bandmf[jax-cuda]', or use 'xla'")
+    if chosen == "native" or (chosen is None and platform == "cpu" and native_executor.registered()):
+        return native_executor.NativeExecutor
+    if chosen == "triton" or (chosen is None and platform in _CUDA and triton_executor.available()):
+        return triton_executor.TritonExecutor
+    return XlaExecutor
 
 
 def named(tree: Any) -> dict[str, Any]:
