@@ -86,11 +86,11 @@ def xla_difference(strategy, shapes, **options) -> float:
     import jax
 
     from bandmf.jax.noise import triton_executor
-    from bandmf.native import triton_kernels
+    from bandmf.native import triton_xla_kernels
     from noise_families import jax_noise
 
     triton_executor.available = lambda: True
-    triton_executor._triton = lambda: (Interpreted, triton_kernels)
+    triton_executor._triton = lambda: (Interpreted, triton_xla_kernels)
     with jax.disable_jit():
         got = jax_noise(strategy, KEY, shapes, kernels="triton", cipher_rounds=CIPHER_ROUNDS, **options)
     return largest_difference(got, oracle_noise(strategy, KEY, shapes, cipher_rounds=CIPHER_ROUNDS))

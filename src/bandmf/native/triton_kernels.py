@@ -45,7 +45,7 @@ def step_kernel(
 ):
     """One slice, whose numbers are arguments: a fifth faster than looking them up."""
     program = tl.program_id(0).to(tl.int64)
-    _step(
+    step_part(
         program, gradient, history, prepared, size, shift, first_group, tensor, table, key, stride,
         prepared_stride, step, scale, width, reads, draws, store, decays, forward,
         AHEAD, FORWARD, REDRAW, STORE_INPUT, BUFFERED, CIPHER_ROUNDS, GROUPS,
@@ -92,7 +92,7 @@ def joint_step_kernel(
         prepared += row * tl.cast(prepared_stride, tl.int64)
     size, first_group, tensor = tl.load(mine + 3), tl.load(mine + 5), tl.load(mine + 6)
     program = tl.program_id(0) - tl.load(mine + 7)
-    _step(
+    step_part(
         program, gradient, history, prepared, size, shift, first_group, tensor, table, key, stride,
         prepared_stride, step, scale, width, reads, draws, store, decays, forward,
         AHEAD, FORWARD, REDRAW, STORE_INPUT, BUFFERED, CIPHER_ROUNDS, GROUPS,
@@ -100,7 +100,7 @@ def joint_step_kernel(
 
 
 @triton.jit
-def _step(
+def step_part(
     program,
     gradient,
     history,
@@ -220,98 +220,14 @@ def pass_kernel(
     COLUMNS: tl.constexpr,
 ):
     """prepared[rows, :] = matrix @ history[slots, :]."""
-    _pass(
+    pass_block(
         tl.program_id(0).to(tl.int64), prepared, history, matrix, size, stride, prepared_stride, rows, slots, depth,
         ROWS, DEPTH, COLUMNS,
     )  # fmt: skip
 
 
-# --- launched by XLA, which knows the step only when the program runs: numbers are read from memory -------
-
-
-@triton.jit(do_not_specialize=["tensor", "width", "draws", "decays"])
-def xla_step_kernel(
-    gradient_before,
-    history_before,
-    prepared,
-    numbers,
-    scale,
-    starts,
-    table,
-    key,
-    size,
-    stride,
-    tensor,
-    width,
-    decays,
-    gradient,
-    history,
-    AHEAD: tl.constexpr,
-    REDRAW: tl.constexpr,
-    STORE_INPUT: tl.constexpr,
-    BUFFERED: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    CIPHER_ROUNDS: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
-    """A slice of equal spans, in place; `numbers` are step, reads, draws, store and prepared row.
-
-    WHOLE: one span that begins with its group. ALIGNED: vectors begin at multiples of 16 numbers.
-    """
-    span = tl.program_id(1).to(tl.int64)
-    step, reads, draws, store = (
-        tl.load(numbers),
-        tl.load(numbers + 1),
-        tl.load(numbers + 2),
-        tl.load(numbers + 3),
-    )
-    first_group, shift = tl.load(starts + span).to(tl.int64), 0
-    if not WHOLE:
-        shift = tl.load(starts + tl.num_programs(1) + span).to(tl.int64)
-    size, stride = tl.cast(size, tl.int64), tl.cast(stride, tl.int64)
-    if ALIGNED:
-        stride = tl.multiple_of(stride, 16)
-    begin = span * size
-    if AHEAD:
-        prepared += tl.load(numbers + 4).to(tl.int64) * stride + begin
-    _step(
-        tl.program_id(0).to(tl.int64), gradient + begin, history + begin, prepared, size, shift, first_group, tensor,
-        table, key, stride, stride, step, tl.load(scale), width, reads, draws, store, decays, 0,
-        AHEAD, False, REDRAW, STORE_INPUT, BUFFERED, CIPHER_ROUNDS, GROUPS,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["rows", "slots", "depth", "blocks"])
-def xla_pass_kernel(
-    prepared_before,
-    history,
-    matrix,
-    due,
-    size,
-    rows,
-    slots,
-    depth,
-    blocks,
-    prepared,
-    ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """The look-ahead pass if it is `due`; few programs, so that one which is not costs next to nothing."""
-    size = tl.cast(size, tl.int64)
-    if ALIGNED:
-        size = tl.multiple_of(size, 16)
-    for block in range(tl.program_id(0), blocks * tl.load(due), tl.num_programs(0)):
-        _pass(
-            tl.cast(block, tl.int64), prepared, history, matrix, size, size, size, rows, slots, depth,
-            ROWS, DEPTH, COLUMNS,
-        )  # fmt: skip
-
-
 @triton.jit
-def _pass(
+def pass_block(
     block,
     prepared,
     history,

@@ -49,9 +49,9 @@ def _triton() -> tuple[ModuleType, ModuleType]:
         os.environ.pop("TRITON_CACHE_DIR", None)
     else:
         os.environ["TRITON_CACHE_DIR"] = before
-    from bandmf.native import triton_kernels
+    from bandmf.native import triton_xla_kernels
 
-    return jax_triton, triton_kernels
+    return jax_triton, triton_xla_kernels
 
 
 class StepNumbers(NamedTuple):
