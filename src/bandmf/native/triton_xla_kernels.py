@@ -38,24 +38,24 @@ def xla_step_kernel(
 
     WHOLE: one span that begins with its group. ALIGNED: vectors begin at multiples of 16 numbers.
     """
-    span = tl.program_id(1).to(tl.int64)
-    step, reads, draws, store = (
-        tl.load(numbers),
-        tl.load(numbers + 1),
-        tl.load(numbers + 2),
-        tl.load(numbers + 3),
-    )
-    first_group, shift = tl.load(starts + span).to(tl.int64), 0
-    if not WHOLE:
-        shift = tl.load(starts + tl.num_programs(1) + span).to(tl.int64)
+    step, reads = tl.load(numbers), tl.load(numbers + 1)
+    draws, store = tl.load(numbers + 2), tl.load(numbers + 3)
+    first_group, shift = tl.cast(0, tl.int64), 0
     size, stride = tl.cast(size, tl.int64), tl.cast(stride, tl.int64)
     if ALIGNED:
-        stride = tl.multiple_of(stride, 16)
-    begin = span * size
+        # Of the size too: where a mask may end anywhere, numbers are read one by one.
+        size, stride = tl.multiple_of(size, 16), tl.multiple_of(stride, 16)
     if AHEAD:
-        prepared += tl.load(numbers + 4).to(tl.int64) * stride + begin
+        prepared += tl.load(numbers + 4).to(tl.int64) * stride
+    if not WHOLE:  # otherwise the compiler knows that everything is aligned
+        span = tl.program_id(1).to(tl.int64)
+        first_group = tl.load(starts + span).to(tl.int64)
+        shift = tl.load(starts + tl.num_programs(1) + span).to(tl.int64)
+        gradient += span * size
+        history += span * size
+        prepared += span * size
     step_part(
-        tl.program_id(0).to(tl.int64), gradient + begin, history + begin, prepared, size, shift, first_group, tensor,
+        tl.program_id(0).to(tl.int64), gradient, history, prepared, size, shift, first_group, tensor,
         table, key, stride, stride, step, tl.load(scale), width, reads, draws, store, decays, 0,
         AHEAD, False, REDRAW, STORE_INPUT, BUFFERED, CIPHER_ROUNDS, GROUPS,
     )  # fmt: skip

@@ -29,7 +29,7 @@ GROUPS, STEP_WARPS = (
     2,
 )  # groups per program of the step kernel, 64 lanes of ChaCha each; one lane for each thread
 COLUMNS, PASS_WARPS = 256, 4  # coordinates at a time in the look-ahead pass
-PASS_PROGRAMS = 132 * 16  # of one pass; they share the coordinates
+PASS_PROGRAMS = int(os.environ.get("PP", "2112"))
 ROWS = 5  # of a step's table: slots, steps ago, weights, decays, feeds
 
 
@@ -65,7 +65,7 @@ class StepNumbers(NamedTuple):
 
 def step_numbers(schedule: Schedule, table: Table, step: Array, refreshed: Array) -> StepNumbers:
     """All of it, from the coefficients of the strategy."""
-    row = jnp.searchsorted(table.starts, step, side="right") - 1
+    row = _row(table, step)
     feeds = jnp.where(step < schedule.steps, table.feeds[row], jnp.nan)  # NaN past the last step
     slots, ago = schedule.slots, jnp.zeros(1, jnp.int32)
     reads: Any = slots
@@ -96,6 +96,11 @@ def step_numbers(schedule: Schedule, table: Table, step: Array, refreshed: Array
     )
 
 
+def _row(table: Table, step: Array) -> Array:
+    """The row of a step, by comparison with all: the loops of a search would each wait for the host."""
+    return jnp.sum(table.starts <= step[..., None], axis=-1) - 1
+
+
 def _draws(schedule: Schedule, feeds: Array) -> tuple[Array, Array]:
     """How many steps ago each z was that is drawn now, those that count first; and how many count."""
     ago = np.r_[0, np.arange(1 + schedule.kept_inputs, len(feeds))].astype(np.int32)
@@ -115,8 +120,7 @@ def pass_matrix(schedule: Schedule, table: Table, base: Array) -> Array:
     steps = base + jnp.arange(ahead)
     sources = base - 1 - (base - 1 - jnp.arange(slots)) % slots  # the step whose vector was in each slot
     r = steps[:, None] - sources[None, :]
-    rows = jnp.searchsorted(table.starts, steps, side="right") - 1
-    weights = jnp.take_along_axis(table.weights[rows], jnp.clip(r - 1, 0, slots - 1), axis=1)
+    weights = jnp.take_along_axis(table.weights[_row(table, steps)], jnp.clip(r - 1, 0, slots - 1), axis=1)
     counts = (r <= slots) & (sources >= 0)[None, :] & (steps < schedule.steps)[:, None]
     depth = -(-slots // _tile(slots)) * _tile(slots)
     return jnp.pad(jnp.where(counts, weights, 0), ((0, MAX_LOOKAHEAD - ahead), (0, depth - slots)))
