@@ -127,9 +127,7 @@ def timed(kind: str, bands: int) -> None:
     else:
         from bandmf.jax import Engine
 
-        engine = Engine(
-            toeplitz(bands), kernels=kind, lookahead=int(os.environ["LA"]) if "LA" in os.environ else None
-        )
+        engine = Engine(toeplitz(bands), kernels=kind)
         gradient, noise_key = {"w": gradient}, engine.noise_key()
         state, period = engine.init(gradient), engine.schedule.lookahead
         vectors = engine.schedule.vectors

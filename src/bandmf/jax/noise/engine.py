@@ -28,7 +28,7 @@ from bandmf.jax.noise.tables import Table, table
 from bandmf.jax.noise.xla_executor import XlaExecutor
 from bandmf.noise import checks
 from bandmf.noise.provenance import Provenance
-from bandmf.noise.schedule import Schedule
+from bandmf.noise.schedule import INNER, Schedule
 from bandmf.randomness import chacha
 from bandmf.randomness.key import Key
 from bandmf.strategies.base import Strategy
@@ -102,7 +102,9 @@ class Engine:
             lookahead = _check.whole(
                 "lookahead", lookahead or 1, 1, 1, "1 (kernels='xla' does not look ahead)"
             )
-        self.schedule = Schedule(strategy, lookahead, max_vectors=max_vectors, kept_inputs=kept_inputs)
+        # A GPU looks as far ahead as in PyTorch, and so keeps what a plan counts; it has no inner level here.
+        inner = INNER["cuda"] if executor is triton_executor.TritonExecutor else None
+        self.schedule = Schedule(strategy, lookahead, inner, max_vectors, kept_inputs)
         _check.whole("steps", self.schedule.steps, 1, 2**31 - 1, "2^31 - 1 (the step is 32 bits in JAX)")
         self.key = Key() if key is None else key
         self.cipher_rounds = _check.choice("cipher_rounds", cipher_rounds, chacha.CIPHER_ROUNDS)

@@ -29,7 +29,7 @@ GROUPS, STEP_WARPS = (
     2,
 )  # groups per program of the step kernel, 64 lanes of ChaCha each; one lane for each thread
 COLUMNS, PASS_WARPS = 256, 4  # coordinates at a time in the look-ahead pass
-PASS_PROGRAMS = int(os.environ.get("PP", "2112"))
+PASS_PROGRAMS = 132 * 64  # of one pass; they share the coordinates
 ROWS = 5  # of a step's table: slots, steps ago, weights, decays, feeds
 
 
