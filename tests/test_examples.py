@@ -16,6 +16,9 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
     [
         ("classifier.py", ["--epochs", "2"], "47 steps, balls-in-bins, "),
         ("language_model.py", ["--epochs", "0.3", "--width", "32"], "bits per character"),
+        ("jax_logistic.py", ["--epochs", "4"], "48 steps, balls-in-bins, epsilon=4.00"),
+        ("jax_transformer.py", ["--epochs", "0.3", "--width", "16"], "bits per character"),
+        ("jax_sharded.py", ["--epochs", "0.5"], "steps on 8 devices, each holds 50% of the history"),
     ],
 )
 def test_example_runs(name, arguments, says):
