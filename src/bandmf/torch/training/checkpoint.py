@@ -119,7 +119,9 @@ def _random_state(private: Private, state: dict[str, Any]) -> RandomState | None
     found = None
     if saved is not None:
         found = unseal(saved, private.stepper.engine.key, _place(private, state["step"]))
-    if bad := [rank for rank, good in enumerate(ranks.gather(saved is None or found is not None)) if not good]:
+    if bad := [
+        rank for rank, good in enumerate(ranks.gather(saved is None or found is not None)) if not good
+    ]:
         raise _check.fail(
             "state['random']", f"of rank {bad[0]}", "it was changed after it was written, or is of another place",
             "load another checkpoint",
