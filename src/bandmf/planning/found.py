@@ -21,6 +21,7 @@ from bandmf.planning.candidate import Candidate, mechanism_of, size_of
 from bandmf.planning.request import Request
 from bandmf.strategies import Strategy
 from bandmf.strategies.files import from_arrays, to_arrays
+from bandmf.strategies.single_precision import MARGIN, in_float32
 
 _SCHEME = 1  # raise it when the same question has another answer: old ones are then ignored
 
@@ -33,7 +34,8 @@ class Found(NamedTuple):
 
 
 def found(request: Request, strategy: Strategy, sigma: float) -> Found:
-    """A strategy with noise of this deviation."""
+    """A strategy, as engines will have it, with noise of this deviation."""
+    strategy = in_float32(strategy)
     error = math.sqrt(mean_squared_error(strategy, workload=request.workload))
     candidate = Candidate(
         bands=size_of(strategy),
@@ -76,7 +78,7 @@ def certified(
 
     kept = _cache.once("plans", question, compute)
     certificate = CERTIFICATES[str(request.sampling)].from_dict(kept)
-    return found(request, strategy, certificate.sigma), certificate
+    return found(request, strategy, certificate.sigma * MARGIN), certificate
 
 
 def _question(request: Request, family: str, size: int) -> dict[str, Any] | None:
