@@ -6,7 +6,6 @@ A checked request (request.py), a choice among candidates (candidates.py), and o
 from __future__ import annotations
 
 from bandmf import _check, accounting
-from bandmf.accounting.bins import NotCertifiedError
 from bandmf.accounting.verified import Certificate
 from bandmf.optimize import banded_toeplitz
 from bandmf.participation import Participation
@@ -201,7 +200,7 @@ def _better(request: Request, seconds: float, progress: Progress | None) -> Plan
     if less(guess.candidate) > 0:
         try:
             chosen, certificate = bins.certified(binned, guess, seconds, progress)
-        except NotCertifiedError as error:
+        except (ValueError, ArithmeticError) as error:  # NotCertifiedError is one; others are as above
             refused = f"balls-in-bins could not be certified within certify_seconds={seconds:g}"
             if not str(error).startswith("seconds="):
                 refused = f"balls-in-bins could not be certified: {error}"

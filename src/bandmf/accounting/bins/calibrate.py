@@ -142,7 +142,7 @@ def _add_samples(
     sums, bound = sampled
     mean = max(sums.mean, 1e-3 * allowed)
     room = max(allowed / mean - 1, 0.01)
-    needed = samples_for(sums.variance / mean**2, bound / mean, room, log_term)
+    needed = samples_for((math.sqrt(sums.variance) / mean) ** 2, bound / mean, room, log_term)
     return min(max(int(1.5 * needed), _LEAST), most)
 
 

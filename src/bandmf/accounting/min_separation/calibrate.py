@@ -110,7 +110,9 @@ def _add_samples(loss: Loss, epsilon: float, delta: float, most: int) -> int:
     sums, bound = sampled
     mean = max(sums.mean, 1e-3 * allowed)
     log_term = math.log(2 / (FAILURE * delta / 4)) + 1  # one more attempt's share
-    needed = samples_for(sums.variance / mean**2, bound / mean, max(allowed / mean - 1, 0.01), log_term)
+    needed = samples_for(
+        (math.sqrt(sums.variance) / mean) ** 2, bound / mean, max(allowed / mean - 1, 0.01), log_term
+    )
     return min(max(int(1.5 * needed), _LEAST), 4 * most, most_samples(loss.steps))  # cheaper than the others
 
 

@@ -82,7 +82,7 @@ def estimate_sigma(
 
     sigma, sums, slope = solve(remove, sigma, delta)
     bound = Copies(law(sigma=sigma), copies).bound(epsilon)
-    variance, bound = sums.variance / sums.mean**2, bound / sums.mean
+    variance, bound = sums.relative_variance, bound / sums.mean
     added = add(sigma).mean
     if delta < added < 1:  # never seen, but not excluded
         sigma, sums, slope = solve(add, sigma, delta)
