@@ -30,7 +30,7 @@ from bandmf.accounting.bins.sampling import upper_bound
 from bandmf.accounting.bins.tuning import tune
 from bandmf.accounting.events import MAX_EPSILON, MIN_EPSILON
 
-FAILURE = 0.01  # of delta, unless told otherwise
+FAILURE = 1e-3  # of delta, unless told otherwise: the best of m certified plans has (m - 1) times as much in addition
 MOST_WORK = (
     2**37
 )  # of all samples: half an hour on two cores, beyond which nobody would wait for a verification
