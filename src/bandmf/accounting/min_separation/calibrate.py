@@ -26,6 +26,7 @@ _USED = 0.7  # of the time that is left: the rest is for another attempt
 _LEAST = 2_000  # samples
 _PILOT_LUCK = 1.5  # standard errors of the estimate
 _MOST_ATTEMPTS = 20
+_LONG = 10.0  # seconds: with fewer, the estimate has fewer samples, too
 
 
 def calibrate(
@@ -54,7 +55,10 @@ def calibrate(
     """
     seconds = _check.real("seconds", seconds, 0, open_low=True)
     root = secrets.randbits(120) if seed is None else _check.whole("seed", seed, 0, 2**120 - 1)
-    found = estimate_sigma(strategy, separation, probability, epsilon, delta, seed=root, workers=workers)
+    pilot = 2**13 if seconds >= _LONG else 2**11
+    found = estimate_sigma(
+        strategy, separation, probability, epsilon, delta, samples=pilot, seed=root, workers=workers
+    )
     if found.add >= 1:
         raise NotCertifiedError(
             f"epsilon={epsilon}: the add direction cannot be bounded near sigma={found.sigma:.4g} for delta={delta}; "
