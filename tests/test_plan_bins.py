@@ -14,6 +14,8 @@ import bandmf
 from bandmf import _cache, strategies, workloads
 from bandmf.accounting.bins import Certificate, NotCertifiedError, estimate, gram_matrix
 from bandmf.participation import FixedEpochs
+from bandmf.planning import planner
+from bandmf.planning.found import Found
 from bandmf.planning.plan_file import digest
 from bandmf.planning.setup import whole_cycle
 from bandmf.planning.sweep import sweep
@@ -392,6 +394,32 @@ def test_bands_are_found_by_doubling_and_halving():
     assert all(
         c.rmse > 0.97 * found.rmse for c in others
     )  # the chosen one is certified, the others estimated
+
+
+def test_a_batch_size_that_bins_cannot_have_is_mentioned(plan):
+    given = {**QUICK, "batch_size": 999, "steps": 3}
+    for sampling in ("auto", "balls-in-bins"):
+        found = bandmf.plan(**{**given, "sampling": sampling})
+        assert (found.batch_size, found.cycle) == (500, 2)
+        assert "batches have 500 examples on average, not batch_size=999" in found.explain()
+    assert "on average, not" not in plan.explain()
+    assert "on average, not" not in bandmf.plan(**{**QUICK, "batch_size": 50.2, "steps": 40}).explain()
+
+
+@pytest.mark.parametrize(("gain", "sampling"), [(0.004, "cyclic-poisson"), (0.006, "balls-in-bins")])
+def test_auto_takes_more_memory_only_for_half_a_percent(gain, sampling, monkeypatch):
+    """Cyclic Poisson sampling is best with one band here; bins of a BLT keep four vectors."""
+    budget = {**SMALL, "epsilon": 1.0, "examples": 1_000, "batch_size": 100, "steps": 80}
+    paper = bandmf.plan(**budget, sampling="cyclic-poisson", bands=1)
+    chosen = bandmf.plan(**SMALL, mechanism="blt")
+    candidate = chosen.candidates[-1]._replace(rmse=(1 - gain) * paper.rmse)
+    found = Found(candidate, chosen.strategy)
+    monkeypatch.setattr(planner.bins, "search", lambda *_: [found])
+    monkeypatch.setattr(planner.bins, "certified", lambda *_: (found, None))
+    best = (paper.candidates[-1]._replace(rmse=paper.rmse), paper.strategy, None)
+    monkeypatch.setattr(planner, "_best_cyclic", lambda *_, **__: best)
+    monkeypatch.setattr(planner, "_build", lambda request, *_, **__: request.sampling or "cyclic-poisson")
+    assert bandmf.plan(**budget) == sampling
 
 
 # --- the batches ----------------------------------------------------------------------------------------
