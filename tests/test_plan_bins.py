@@ -90,10 +90,10 @@ def test_of_processes_that_plan_at_the_same_time_the_first_answer_is_everyones(p
     """Ranks of one run do: their plans were different once, and a restart got the plan of another rank."""
     recall, asked = _cache.recall, []
 
-    def late(kind, question):
+    def late(kind, question, *read):
         """The other process has not written its answer when this one asks; when it writes its own, it has."""
         asked.append(question)
-        return recall(kind, question) if asked.count(question) > 1 else None
+        return recall(kind, question, *read) if asked.count(question) > 1 else None
 
     monkeypatch.setattr(_cache, "recall", late)
     assert bandmf.plan(**SMALL) == plan
