@@ -33,12 +33,12 @@ def make(kind, clipping, folder=None, run_id=RUN_ID, **options):
         for layer in (model[0], model[1], model[4], model):
             fully_shard(layer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    options = {
+        "clip_norm": 0.5, "key": Key(bytes(32)), "clipping": clipping, "physical_batch_size": 2,
+        "criterion": nn.CrossEntropyLoss(), "run_folder": folder, **options,
+    }  # fmt: skip
     with same_run(run_id):
-        return make_private(
-            model, optimizer, small_data(403), PLAN, clip_norm=0.5, key=Key(bytes(32)), clipping=clipping,
-            physical_batch_size=2, criterion=nn.CrossEntropyLoss(), run_folder=folder,
-            **options,
-        )  # fmt: skip
+        return make_private(model, optimizer, small_data(403), PLAN, **options)
 
 
 def one_run(folder, kind, clipping, until=None):

@@ -25,6 +25,11 @@ def test_help_shows_an_example(command):
     assert "Example: bandmf" in run(command, "--help")
 
 
+def test_help_names_every_kind_of_sampling():
+    shown = " ".join(run("plan", "--help").split())
+    assert all(name in shown for name in ("cyclic-poisson", "balls-in-bins", "b-min-sep"))
+
+
 def test_optimize_prints_what_the_library_finds():
     found = json.loads(run("optimize", "--steps", "256", "--bands", "16", "--family", "banded", "--json"))
     assert found["rmse"] == pytest.approx(bandmf.optimize.banded(256, 16).rmse, rel=1e-9)

@@ -62,6 +62,27 @@ def test_another_sum_or_batch_is_refused(path, batch, total, what):
     assert ledger.entries == 4  # nothing was written
 
 
+def test_digests_do_not_show_that_two_steps_are_equal(path):
+    """Equal ones would be those of empty batches: the real sizes of batches must stay secret."""
+    ledger = open_ledger(path)
+    ledger.release(0, b"", b"")
+    ledger.release(1, b"", b"")
+    ledger.reserve(2, 1, b"")
+    ledger.finish(2, [(b"", b"")])
+    ledger.reserve(3, 2, b"")
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    digests = [entry[name] for entry in entries for name in ("batch", "sum", "inputs") if name in entry]
+    assert len(set(digests)) == len(digests) == 8
+
+
+def test_a_ledger_of_another_version_is_refused(path):
+    ledger = Ledger(None, KEY)
+    first = json.dumps({"kind": "run", "run_id": ledger.run_id, **RUN}).encode()
+    path.write_bytes(ledger._line(json.loads(first)) + b"\n")
+    with pytest.raises(ValueError, match=r"another version of bandmf \(format 1, not 2\); finish its run"):
+        open_ledger(path)
+
+
 def test_steps_are_released_in_order_and_not_past_the_plan(path):
     write(path, 3)
     ledger = open_ledger(path)

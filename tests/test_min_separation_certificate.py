@@ -211,3 +211,15 @@ def test_certified_sigmas_of_a_thousand_steps(epsilon, separation):
     assert found.sigma == pytest.approx(REFERENCE[epsilon, separation], rel=0.015)
     certificate = calibrate(C, separation, p, epsilon, 1e-6, seconds=60)
     assert certificate.sigma < 1.01 * found.sigma
+
+
+@pytest.mark.parametrize(("epsilon", "delta"), [(50.0, 1e-5), (100.0, 1e-5), (15.0, 0.3)])
+def test_a_budget_far_from_any_use_ends_in_a_sentence(epsilon, delta):
+    """Moments overflow, or no sample shows anything: neither is of the caller's making."""
+    with pytest.raises(ValueError, match=rf"^epsilon={epsilon}: no sigma was found .*use sampling='cyclic-"):
+        calibrate(Identity(80), 1, 0.05, epsilon, delta, seconds=2, seed=1)
+
+
+def test_a_large_epsilon_is_certified():
+    """The bound of the sampled add direction overflows there; the one without samples suffices."""
+    assert calibrate(Identity(80), 1, 0.05, 30.0, 1e-10, seconds=2, seed=1).epsilon == 30.0

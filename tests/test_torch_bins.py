@@ -331,6 +331,22 @@ def test_a_plan_that_was_not_kept_is_kept_by_the_next_start(blt, tmp_path):
     assert (tmp_path / "plan.json").stat().st_mode & 0o777 == 0o600
 
 
+def test_a_run_folder_never_keeps_the_plan_of_another_run(blt, tmp_path):
+    """One left by another run, or put there later: plan.json is what a restart elsewhere is told to load."""
+    path = planned("inverse").save(tmp_path / "plan.json")
+    open_run(blt, run_folder=tmp_path).close()
+    assert bandmf.Plan.load(path) == blt
+    for spoil in (lambda: planned("inverse").save(path), lambda: path.write_text("{}")):
+        spoil()
+        open_run(blt, run_folder=tmp_path).close()
+        assert bandmf.Plan.load(path) == blt
+    planned("inverse").save(path)
+    with pytest.raises(
+        ValueError, match=r"^plan=.*began with"
+    ):  # and the plan of the folder is not the run's
+        open_run(bandmf.Plan.load(path), run_folder=tmp_path)
+
+
 # --- plans that are not what was certified ----------------------------------------------------------------
 
 

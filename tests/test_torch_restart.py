@@ -11,6 +11,7 @@ import torch
 
 from bandmf import Key
 from bandmf.torch import make_private
+from bandmf.torch.training.random_state import RandomState, unseal
 from children import HERE, environment
 from training import RUN_ID, same_run, simple_plan, small_data, small_model, train, weights
 
@@ -84,6 +85,16 @@ def test_state_dict_holds_the_whole_run_but_not_the_key(tmp_path):
     assert other.steps_taken == 7
     train(other)
     assert torch.equal(weights(other.model), weights(private.model))
+
+
+def test_the_generators_of_all_gpus_come_back_as_they_were():
+    """By their bytes, as there may be none here."""
+    key, gpus = Key(), [torch.arange(16, dtype=torch.uint8), torch.arange(16, 32, dtype=torch.uint8)]
+    sealed = RandomState({"cpu": torch.get_rng_state(), "cuda": gpus}).sealed(key, "step 3 rank 0")
+    opened = unseal(sealed, key, "step 3 rank 0")
+    assert torch.equal(opened._cpu, torch.get_rng_state())
+    assert all(torch.equal(*pair) for pair in zip(opened._gpus, gpus, strict=True))
+    assert unseal(sealed, key, "step 3 rank 1") is None
 
 
 @pytest.mark.parametrize(

@@ -5,26 +5,40 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from bandmf._files import cache_folder, write_first, write_whole
 
+Read = Callable[[Any], Any]  # from an answer as it is kept to what it means
+# What damaged answers, and those of other versions, come to.
+_NO_ANSWER = (
+    OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError, MemoryError,
+)  # fmt: skip
 
-def recall(kind: str, question: dict[str, Any]) -> Any:
-    """The answer that was kept for this very question, every digit of it; None if there is none, or a damaged one."""
+
+def _as_kept(answer: Any) -> Any:
+    return answer
+
+
+def recall(kind: str, question: dict[str, Any], read: Read = _as_kept) -> Any:
+    """The answer that was kept for this very question, every digit of it; None if there is none.
+
+    One that is damaged, or that `read` fails for, is none.
+    """
     text = json.dumps(question, sort_keys=True)
     try:
         path = _path(kind, text)
         entry = {} if path is None else json.loads(path.read_bytes())
         answer = entry["answer"]
-        return answer if entry["question"] == text and entry["seal"] == _seal(text, answer) else None
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        whole = entry["question"] == text and entry["seal"] == _seal(text, answer)
+        return read(answer) if whole else None
+    except _NO_ANSWER:
         return None
 
 
-def remember(kind: str, question: dict[str, Any], answer: Any) -> Any:
+def remember(kind: str, question: dict[str, Any], answer: Any, read: Read = _as_kept) -> Any:
     """Keep an answer (JSON values), unless another process was first; the one that all will recall.
 
     All or nothing: a reader never sees half a file. No cache is no error.
@@ -32,28 +46,28 @@ def remember(kind: str, question: dict[str, Any], answer: Any) -> Any:
     text = json.dumps(question, sort_keys=True)
     path = _path(kind, text)
     if path is None:
-        return answer
+        return read(answer)
     entry = json.dumps({"question": text, "answer": answer, "seal": _seal(text, answer)}).encode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not write_first(path, entry):
-            if (known := recall(kind, question)) is not None:
+            if (known := recall(kind, question, read)) is not None:
                 return known
-            write_whole(path, entry)  # that was damaged
+            write_whole(path, entry)  # that was none
     except OSError:
         pass
-    return answer
+    return read(answer)
 
 
-def once(kind: str, question: dict[str, Any], compute: Callable[[], Any]) -> Any:
+def once(kind: str, question: dict[str, Any], compute: Callable[[], Any], read: Read = _as_kept) -> Any:
     """What was kept, or what `compute` gives, which is then kept. Of several processes one computes; others wait."""
-    answer = recall(kind, question)
+    answer = recall(kind, question, read)
     if answer is not None:
         return answer
     with _alone(_path(kind, json.dumps(question, sort_keys=True))):
-        answer = recall(kind, question)
+        answer = recall(kind, question, read)
         if answer is None:
-            answer = remember(kind, question, compute())
+            answer = remember(kind, question, compute(), read)
     return answer
 
 
@@ -71,7 +85,8 @@ def _alone(path: Path | None) -> Iterator[None]:
         yield
         return
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        with suppress(OSError):  # some file systems have no locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 

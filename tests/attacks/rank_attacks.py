@@ -20,6 +20,13 @@ from children import run_ranks
 from rank_training import make
 from training import train
 
+DIFFERENT = {
+    "clip_norm": (0.5, 50.0),
+    "per_layer": (False, True),
+    "loss_reduction": ("mean", "sum"),
+    "physical_batch_size": (2, 3),
+}  # of the two ranks
+
 
 def refusal(action):
     try:
@@ -77,6 +84,9 @@ def attacks(folder):
         alone(lambda: (newest / "__1_0.distcp").write_bytes(b"x"))  # noqa: B023
         found[f"{kind} changed"] = refusal(private.resume)
         private.close()
+    for name, values in DIFFERENT.items():
+        given = {name: values[dist.get_rank()]}
+        found[f"different {name}"] = refusal(lambda: make("ddp", "bookkeeping", **given))  # noqa: B023
     (folder / f"found-{dist.get_rank()}.json").write_text(json.dumps(found))
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rank_attacks import DIFFERENT
 
 from children import environment
 
@@ -40,3 +41,13 @@ def test_every_rank_refuses(kind, attack, found):
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_copy_on_two_ranks_is_a_run_of_its_own(kind, found):
     assert found[0][f"{kind} copy"] == found[1][f"{kind} copy"] == [True, 0, "77" * 16]
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_ranks_with_different_settings_do_not_train_together(name, found):
+    """With another clip norm than rank 0 a rank would add more than the noise was planned for."""
+    ours, theirs = DIFFERENT[name]
+    for rank in found:
+        assert rank[f"different {name}"] == (
+            f"{name}={theirs!r}: rank 1 has this, rank 0 has {ours!r}; give all ranks the same"
+        )

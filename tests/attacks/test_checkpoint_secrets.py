@@ -12,12 +12,16 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from releases import CLIP, PLAN, RATE, Watch, open_run
+from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from bandmf import Key
 from bandmf.ledger import seal
+from bandmf.torch import make_private
 from bandmf.torch.noise import sealing
-from training import same_run, simple_plan, train
+from bandmf.torch.training import random_state
+from training import same_run, simple_plan, small_data, small_model, train
 
 
 def stolen(folder):
@@ -139,6 +143,92 @@ def test_a_state_that_was_tampered_with_is_refused(where):
         watch.private.load_state_dict(state)
     with pytest.raises(RuntimeError, match="load the last checkpoint"):  # nor is garbage used as noise
         watch.train(6)
+
+
+# --- how many examples a batch has ----------------------------------------------------------------------
+
+
+def dropout_run(folder, **options):
+    model = small_model(dropout=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    return make_private(
+        model, optimizer, small_data(), PLAN, clip_norm=CLIP, criterion=nn.CrossEntropyLoss(),
+        run_folder=folder, **options,
+    )  # fmt: skip
+
+
+def generators(folder):
+    """All that an attacker finds of torch's generators in a checkpoint, which of it are states they could have."""
+    state = _load_state_dict_from_keys({"random"}, checkpoint_id=str(folder))["random"]["0"]
+    found = state["cpu"] if isinstance(state, dict) else state
+    return found[: len(torch.get_rng_state())]
+
+
+def size_of_a_batch(before, after):
+    """The attack: how many rows dropout has drawn for between two checkpoints; None if that cannot be told."""
+    mine = torch.get_rng_state()
+    try:
+        for size in range(100):
+            torch.set_rng_state(before)
+            if size:
+                nn.functional.dropout(torch.ones(size, 16), 0.5, True)
+            if torch.equal(torch.get_rng_state(), after):
+                return size
+    except RuntimeError:  # no state of a generator
+        pass
+    finally:
+        torch.set_rng_state(mine)
+    return None
+
+
+def attacked_size(folder):
+    """What the attack says of the batch between the last two checkpoints, and its true size."""
+    private = train(dropout_run(folder, save_every=1), until=6)
+    sizes = [len(private.stepper.sampler.batch(step)) for step in range(12)]
+    private.save()
+    private.close()
+    return size_of_a_batch(*map(generators, seal.checkpoints(folder / "checkpoints"))), sizes[5]
+
+
+def test_two_checkpoints_do_not_reveal_how_many_examples_a_batch_has(tmp_path):
+    assert attacked_size(tmp_path)[0] is None
+
+
+def test_the_attack_counts_examples_if_generators_are_in_the_clear(tmp_path, monkeypatch):
+    monkeypatch.setattr(random_state.RandomState, "sealed", lambda state, *_: state._cpu)
+    found, true = attacked_size(tmp_path)
+    assert found == true
+
+
+def test_a_state_dict_does_not_hold_the_generators():
+    private = train(dropout_run(None), until=3)
+    states = [private.state_dict()["random"]["0"] for _ in range(2)]
+    now = torch.get_rng_state()
+    for state in states:
+        assert len(state) > len(now)
+        assert now.numpy().tobytes() not in state.numpy().tobytes()
+    assert float((states[0] == states[1]).float().mean()) < 0.05  # each has a nonce of its own
+
+
+@pytest.mark.parametrize("how", ["a bit", "another step", "another run", "in the clear"])
+def test_generators_that_were_tampered_with_are_refused_before_anything_changes(how):
+    private = train(dropout_run(None), until=3)
+    earlier = private.state_dict()["random"]
+    train(private, until=5)
+    state = private.state_dict()
+    if how == "a bit":
+        state["random"]["0"][40] ^= 1
+    elif how == "another step":
+        state["random"] = earlier
+    elif how == "another run":
+        state["random"] = train(dropout_run(None), until=5).state_dict()["random"]
+    else:
+        state["random"] = {"0": {"cpu": torch.get_rng_state(), "cuda": []}}
+    before = [parameter.clone() for parameter in private.model.parameters()]
+    state["model"] = {name: tensor + 1 for name, tensor in state["model"].items()}
+    with pytest.raises(ValueError, match=r"state\['random'\].*changed after it was written"):
+        private.load_state_dict(state)
+    assert all(torch.equal(*pair) for pair in zip(before, private.model.parameters(), strict=True))
 
 
 # --- what is executed -----------------------------------------------------------------------------------

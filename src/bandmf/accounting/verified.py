@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Timer
 from typing import Any
 
 import numpy as np
@@ -20,6 +24,8 @@ CERTIFICATES: dict[str, type[bins.Certificate] | type[min_separation.Certificate
 
 _SCHEME = 3  # raise it when verification becomes stricter: what was verified before is then verified again
 _KIND = "certificates"
+_PATIENCE = 2.0  # seconds, after which a verification says that it is one
+_log = logging.getLogger("bandmf")
 
 
 def subject(certificate: Certificate, strategy: Strategy) -> Any:
@@ -36,8 +42,22 @@ def verify_once(certificate: Certificate, of: FloatArray | Strategy, workers: in
     """
     question = _question(certificate, of)
     if _cache.recall(_KIND, question) is not True:
-        certificate.verify(of, workers=workers)  # type: ignore[arg-type]
+        with _announced(certificate):
+            certificate.verify(of, workers=workers)  # type: ignore[arg-type]
         _cache.remember(_KIND, question, True)
+
+
+@contextmanager
+def _announced(certificate: Certificate) -> Iterator[None]:
+    """Say what takes so long, where it takes long."""
+    text = "verifying a certificate of %s samples, once on this machine; this can take as long as making it"
+    timer = Timer(_PATIENCE, _log.warning, (text, f"{certificate.samples + certificate.add_samples:,}"))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def remember(certificate: Certificate, of: FloatArray | Strategy) -> None:

@@ -59,13 +59,15 @@ def plan(
         int | None, typer.Option(help="Fewest steps between two participations of a user.")
     ] = None,
     sampling: Annotated[
-        str, typer.Option(help="auto, cyclic-poisson (the paper's) or balls-in-bins.")
+        str, typer.Option(help="auto, cyclic-poisson (the paper's), balls-in-bins or b-min-sep.")
     ] = "auto",
     mechanism: Annotated[str, typer.Option(help="auto, banded, banded-inverse or blt.")] = "auto",
     inverse_bands: Annotated[
         int | None, typer.Option(help="Bands of a banded inverse.", show_default="16")
     ] = None,
-    certify_seconds: Annotated[float, typer.Option(help="Time to certify balls-in-bins.")] = 30.0,
+    certify_seconds: Annotated[
+        float, typer.Option(help="Time to certify balls-in-bins or b-min-sep.")
+    ] = 30.0,
     explain: Annotated[bool, typer.Option("--explain", help="Say in words what is guaranteed.")] = False,
     save: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw error against bands (.png, .svg, .pdf).")] = None,

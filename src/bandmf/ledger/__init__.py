@@ -19,7 +19,8 @@ Guarantees:
   see `knows`;
 - a ledger in another place is refused until it is stated whether it moved or was copied; a copy is another run;
 - one process at a time, and not a fork of it;
-- the digests are keyed: they tell nothing about the data to whoever has only the ledger.
+- the digests are keyed, and depend on the step: they tell nothing about the data to whoever has only the ledger, not
+  even that two batches are equal, such as empty ones.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ from bandmf.ledger.checks import check_process, expect_same
 from bandmf.ledger.file import LockedLines, Place
 from bandmf.randomness.key import Key
 
+_FORMAT = 2  # since when a digest depends on the step, too
 _SIZE = 16  # bytes of a digest
 _CHAIN = b', "chain": "'  # what comes before it, at the end of a line
 # Of the first line; the rest of it is what the run was given.
-_BOOKKEEPING = ("kind", "run_id", "place", "copied_from", "chain")
+_BOOKKEEPING = ("kind", "format", "run_id", "place", "copied_from", "chain")
 _REVEALS = (
     "two results with the same noise reveal their difference: restart with the same code, data, machine and number "
     "of ranks, or begin a new run in another folder; if nobody ever saw anything that came of the steps from {0} on, "
@@ -151,7 +153,7 @@ class Ledger:
         return self._user_key.for_run(run_id) if run_id in known else None
 
     def _create(self) -> None:
-        entry: dict[str, Any] = {"kind": "run", "run_id": self.run_id}
+        entry: dict[str, Any] = {"kind": "run", "format": _FORMAT, "run_id": self.run_id}
         if self.copied_from is not None:
             entry["copied_from"] = self.copied_from
         if self._file is None:
@@ -229,7 +231,7 @@ class Ledger:
         self._check_process()
         self._check_step(step)
         end = step + _check.whole("count", count, 1, self._steps - step, "steps of the plan that are left")
-        chunk = step, end, self._digest(inputs).hex()
+        chunk = step, end, self._digest(inputs, step, b"inputs").hex()
         if self._pending and end > self._pending[0] and chunk != self._pending:
             raise self._unfinished(step)
         if end > self.steps_released and chunk != self._pending:
@@ -266,7 +268,10 @@ class Ledger:
             )
 
     def _release(self, step: int, batch: bytes, total: bytes) -> str:
-        found, before = self._digest(batch) + self._digest(total), self._digests(step)
+        found, before = (
+            self._digest(batch, step, b"batch") + self._digest(total, step, b"sum"),
+            self._digests(step),
+        )
         if before and found != before:
             what = "sum of gradients" if found[:_SIZE] == before[:_SIZE] else "batch of examples"
             raise _check.fail("step", step, f"was released before with another {what}", _REVEALS.format(step))
@@ -305,8 +310,12 @@ class Ledger:
         self._append({"kind": "withdraw", "step": step, "statement": statement})
         self._apply("withdraw", step)
 
-    def _digest(self, contents: bytes) -> bytes:
-        return hashlib.blake2b(contents, key=self._secret, digest_size=_SIZE).digest()
+    def _digest(self, contents: bytes, step: int = 0, purpose: bytes = b"") -> bytes:
+        # With the step and the purpose: equal digests would show that two batches are equal, and so most likely empty.
+        salt = step.to_bytes(16, "big")
+        return hashlib.blake2b(
+            contents, key=self._secret, digest_size=_SIZE, salt=salt, person=purpose
+        ).digest()
 
     def _digests(self, step: int) -> bytes:
         """Those of a released step; empty if it was not released."""
@@ -356,6 +365,11 @@ class Ledger:
             where = f"{self._file and self._file.path}: line {number + 1}"
             other = ", or with another key" if number == 0 else ""
             raise ValueError(f"{where} was changed after it was written{other}; restore the file")
+        if number == 0 and entry.get("format") != _FORMAT:
+            raise ValueError(
+                f"{self._file and self._file.path}: was written by another version of bandmf (format "
+                f"{entry.get('format', 1)}, not {_FORMAT}); finish its run with that version, or begin one elsewhere"
+            )
         self._chains += link
         kind = entry["kind"]
         if "place" in entry:

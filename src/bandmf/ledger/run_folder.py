@@ -25,7 +25,7 @@ from bandmf import _check
 from bandmf._files import make_private_folder, sync_folder
 from bandmf.ledger import Ledger, seal
 from bandmf.ledger.checkpoints import Processes
-from bandmf.planning import Plan
+from bandmf.planning import Plan, plan_file
 from bandmf.randomness.key import Key
 
 LEDGER, KEY, CHECKPOINTS, PLAN = "ledger.jsonl", "key", "checkpoints", "plan.json"
@@ -135,8 +135,11 @@ def _keep(key: Key, path: Path) -> None:
 
 
 def _keep_plan(plan: Plan, path: Path) -> None:
-    """Write the plan: planning again, on another machine, can give another certificate, and so another plan."""
-    if not path.exists():
+    """Write the plan: planning again, on another machine, can give another certificate, and so another plan.
+
+    The ledger has begun with this plan, so whatever else has its name is not the run's.
+    """
+    if not plan_file.holds(path, plan):
         plan.save(path)
     for file in path.parent.glob(f"{path.stem}.*"):
         file.chmod(0o600)

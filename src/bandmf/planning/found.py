@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bandmf import _cache
-from bandmf.accounting.verified import CERTIFICATES, Certificate, remember, subject
+from bandmf import _cache, _check
+from bandmf.accounting.verified import CERTIFICATES, Certificate, remember, subject, verify_once
 from bandmf.error import mean_squared_error
 from bandmf.planning.candidate import Candidate, mechanism_of, size_of
 from bandmf.planning.request import Request
 from bandmf.strategies import Strategy
 from bandmf.strategies.files import from_arrays, to_arrays
+from bandmf.strategies.single_precision import MARGIN, in_float32
 
 _SCHEME = 1  # raise it when the same question has another answer: old ones are then ignored
 
@@ -33,7 +34,8 @@ class Found(NamedTuple):
 
 
 def found(request: Request, strategy: Strategy, sigma: float) -> Found:
-    """A strategy with noise of this deviation."""
+    """A strategy, as engines will have it, with noise of this deviation."""
+    strategy = in_float32(strategy)
     error = math.sqrt(mean_squared_error(strategy, workload=request.workload))
     candidate = Candidate(
         bands=size_of(strategy),
@@ -57,9 +59,11 @@ def searched(request: Request, family: str, size: int, search: Callable[[], tupl
         strategy, sigma = search()
         return {"strategy": _plain(strategy), "sigma": sigma}
 
-    kept = _cache.once("plans", question, compute)
-    arrays = {name: np.array(value) for name, value in kept["strategy"].items()}
-    return found(request, from_arrays(arrays, "cache"), float(kept["sigma"]))
+    def read(kept: Any) -> Found:
+        arrays = {name: np.array(value) for name, value in kept["strategy"].items()}
+        return found(request, from_arrays(arrays, "cache"), _check.real("sigma", kept["sigma"], 0))
+
+    return _cache.once("plans", question, compute, read)
 
 
 def certified(
@@ -69,14 +73,23 @@ def certified(
     digest = hashlib.sha256(json.dumps(_plain(strategy), sort_keys=True).encode()).hexdigest()
     question = {"certificate of": digest, "seconds": seconds, **_budget(request)}
 
-    def compute() -> dict[str, Any]:
-        certificate = calibrate()
-        remember(certificate, subject(certificate, strategy))
-        return certificate.to_dict()
+    made: list[Certificate] = []
 
-    kept = _cache.once("plans", question, compute)
-    certificate = CERTIFICATES[str(request.sampling)].from_dict(kept)
-    return found(request, strategy, certificate.sigma), certificate
+    def compute() -> dict[str, Any]:
+        made.append(calibrate())
+        remember(made[0], subject(made[0], strategy))
+        return made[0].to_dict()
+
+    def read(kept: Any) -> Certificate:
+        certificate = CERTIFICATES[str(request.sampling)].from_dict(kept)
+        if certificate not in made:
+            if (certificate.epsilon, certificate.delta) != (request.epsilon, request.delta):
+                raise ValueError("certificate: is for another budget")
+            verify_once(certificate, subject(certificate, strategy))
+        return certificate
+
+    certificate = _cache.once("plans", question, compute, read)
+    return found(request, strategy, certificate.sigma * MARGIN), certificate
 
 
 def _question(request: Request, family: str, size: int) -> dict[str, Any] | None:

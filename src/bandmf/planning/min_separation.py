@@ -17,6 +17,8 @@ from bandmf.planning.found import Found
 from bandmf.planning.request import Request
 from bandmf.strategies import Strategy
 
+_SAMPLES = 2**11  # of an estimate: sigma to a few thousandths
+
 
 class Search:
     """The numbers of bands that were looked at."""
@@ -32,8 +34,10 @@ class Search:
             return self._note(found.found(request, request.strategy, self._sigma(request.strategy)))
         if request.bands is not None:
             return self.look_at(request.bands)
+        assert request.epsilon is not None
         most = min(request.most_bands, request.bands_in_memory)
-        bands = max(1, min(most, request.most_bands // 4))
+        # The best number falls with epsilon, and estimates for more take longer.
+        bands = max(1, min(most, int(request.most_bands * min(1.0, request.epsilon / 4) / 4)))
         for double in (True, False):
             while 1 <= (following := min(most, 2 * bands) if double else bands // 2) != bands:
                 if self.look_at(following).candidate.rmse >= self.look_at(bands).candidate.rmse:
@@ -63,7 +67,9 @@ class Search:
         assert request.epsilon is not None
         bands = strategy.bands
         probability = request.joining_probability(bands)
-        return estimate_sigma(strategy, bands, probability, request.epsilon, request.delta).sigma
+        return estimate_sigma(
+            strategy, bands, probability, request.epsilon, request.delta, samples=_SAMPLES
+        ).sigma
 
     def _note(self, result: Found) -> Found:
         self.results[result.candidate.bands] = result

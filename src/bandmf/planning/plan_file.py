@@ -102,6 +102,17 @@ def load(path: Path, workload: Workload | None, make: type[Plan]) -> Plan:
         raise ValueError(found if found.startswith("path=") else f"path={str(path)!r}: {found}") from None
 
 
+def holds(path: Path, plan: Plan) -> bool:
+    """Whether the file is this very plan, with its strategy; nothing of it is computed again."""
+    try:
+        contents = json.loads(path.read_bytes())
+        found = contents.pop("digest")
+        _strategy_from(contents["strategy"], path)
+        return bool(found == digest(contents) == plan.digest)
+    except (OSError, *_DAMAGE):
+        return False
+
+
 # --- its parts ----------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,6 @@ A checked request (request.py), a choice among candidates (candidates.py), and o
 from __future__ import annotations
 
 from bandmf import _check, accounting
-from bandmf.accounting.bins import NotCertifiedError
 from bandmf.accounting.verified import Certificate
 from bandmf.optimize import banded_toeplitz
 from bandmf.participation import Participation
@@ -20,6 +19,8 @@ from bandmf.planning.setup import no_bins, whole_cycle
 from bandmf.strategies import Strategy
 from bandmf.workloads import Workload
 
+_LEAST_GAIN = 0.005  # of the error, for which "auto" takes more memory
+_OTHER_SIZE = 0.01  # relative difference of batch sizes that a plan mentions
 MOST_BINS = 1024  # steps an epoch for which bins are considered unasked: with 2048 planning takes two minutes
 
 
@@ -102,7 +103,7 @@ def plan(
     if sampling == "b-min-sep":
         return _separated(request, seconds, progress)
     if sampling == "balls-in-bins" or request.mechanism in ("banded-inverse", "blt"):
-        return _binned(request, seconds, progress)
+        return _binned(request, batch_size, seconds, progress)
     return _better(request, seconds, progress)
 
 
@@ -163,13 +164,30 @@ def _best_cyclic(
     return *candidates.polish(best), without_limit
 
 
-def _binned(request: Request, seconds: float, progress: Progress | None) -> Plan:
-    """The best plan with balls-in-bins; an error where there is no certificate."""
+def _binned(request: Request, asked: float, seconds: float, progress: Progress | None) -> Plan:
+    """The best plan with balls-in-bins, for batches of about the size `asked`; an error without a certificate."""
     request = request if request.in_bins else bins.in_bins(request)
     bins.check_mechanism(request)
     found = bins.search(request, progress)
     chosen, certificate = bins.certified(request, bins.cheapest(found), seconds, progress)
-    return _build(request, _with(found, chosen), chosen.candidate, chosen.strategy, certificate=certificate)
+    return _build(
+        request,
+        _with(found, chosen),
+        chosen.candidate,
+        chosen.strategy,
+        certificate=certificate,
+        choice=_other_size(asked, request.batch_size).removeprefix("; "),
+    )
+
+
+def _other_size(asked: float, planned: float) -> str:
+    """Says, where it is not about the same, that bins are of another size than was asked for."""
+    if abs(planned / asked - 1) <= _OTHER_SIZE:
+        return ""
+    return (
+        f"; batches have {planned:.6g} examples on average, not batch_size={asked:g}, as an epoch of bins has a whole "
+        "number of steps"
+    )
 
 
 def _separated(request: Request, seconds: float, progress: Progress | None) -> Plan:
@@ -181,7 +199,10 @@ def _separated(request: Request, seconds: float, progress: Progress | None) -> P
 
 
 def _better(request: Request, seconds: float, progress: Progress | None) -> Plan:
-    """Balls-in-bins where it is certified to have less error, else cyclic Poisson sampling; with the reason."""
+    """Balls-in-bins where it is certified to have less error, else cyclic Poisson sampling; with the reason.
+
+    What takes more memory must have half a percent less.
+    """
     if obstacle := _obstacle(request):
         return _cyclic(request, progress, f"cyclic Poisson sampling, since balls-in-bins {obstacle}")
     binned = bins.in_bins(request)
@@ -197,17 +218,22 @@ def _better(request: Request, seconds: float, progress: Progress | None) -> Plan
         """By how much its error of mean gradients is below that of cyclic Poisson sampling."""
         return 1 - candidate.rmse / binned.batch_size / (cyclic.rmse / request.batch_size)
 
+    def worth(candidate: Candidate) -> bool:
+        """More memory must gain more than rounding would."""
+        return less(candidate) > (_LEAST_GAIN if (candidate.vectors or 0) > cyclic.bands - 1 else 0)
+
     refused = f"balls-in-bins would have about {1 - less(guess.candidate):.3f} times its error"
-    if less(guess.candidate) > 0:
+    if worth(guess.candidate):
         try:
             chosen, certificate = bins.certified(binned, guess, seconds, progress)
-        except NotCertifiedError as error:
+        except (ValueError, ArithmeticError) as error:  # NotCertifiedError is one; others are as above
             refused = f"balls-in-bins could not be certified within certify_seconds={seconds:g}"
             if not str(error).startswith("seconds="):
                 refused = f"balls-in-bins could not be certified: {error}"
         else:
-            if less(chosen.candidate) > 0:
+            if worth(chosen.candidate):
                 choice = _in_favor(chosen.candidate, cyclic, less(chosen.candidate))
+                choice += _other_size(request.batch_size, binned.batch_size)
                 shown = candidates.all() + _with(found, chosen)
                 return _build(
                     binned, shown, chosen.candidate, chosen.strategy, certificate=certificate, choice=choice

@@ -14,7 +14,13 @@ from collections.abc import Callable
 
 from bandmf import _check
 from bandmf._types import FloatArray
-from bandmf.accounting.bins.certificate import FAILURE, Certificate, NotCertifiedError, certify
+from bandmf.accounting.bins.certificate import (
+    FAILURE,
+    Certificate,
+    NotCertifiedError,
+    certify,
+    most_samples,
+)
 from bandmf.accounting.bins.divergences import add_sums, seconds_per_sample
 from bandmf.accounting.bins.estimate import Estimate, estimate
 from bandmf.accounting.bins.gram import checked_gram
@@ -64,7 +70,7 @@ def calibrate(
     sigma, failed = 0.0, NotCertifiedError("no attempt was made")
     for attempt in range(1, _MOST_ATTEMPTS):
         left = seconds - (time.perf_counter() - start)
-        most = int(_USED * left / pace)
+        most = min(int(_USED * left / pace), most_samples(len(gram), pilot.pilot.chain))
         if most < _LEAST:
             break
         log_term = math.log(2 / (FAILURE * delta / 2.0**attempt / 2))
@@ -136,7 +142,7 @@ def _add_samples(
     sums, bound = sampled
     mean = max(sums.mean, 1e-3 * allowed)
     room = max(allowed / mean - 1, 0.01)
-    needed = samples_for(sums.variance / mean**2, bound / mean, room, log_term)
+    needed = samples_for((math.sqrt(sums.variance) / mean) ** 2, bound / mean, room, log_term)
     return min(max(int(1.5 * needed), _LEAST), most)
 
 

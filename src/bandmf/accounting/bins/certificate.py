@@ -30,8 +30,10 @@ from bandmf.accounting.bins.sampling import upper_bound
 from bandmf.accounting.bins.tuning import tune
 from bandmf.accounting.events import MAX_EPSILON, MIN_EPSILON
 
-FAILURE = 0.01  # of delta, unless told otherwise
-MAX_SAMPLES = 10**10
+FAILURE = 1e-3  # of delta, unless told otherwise: the best of m certified plans has (m - 1) times as much in addition
+MOST_WORK = (
+    2**37
+)  # of all samples: half an hour on two cores, beyond which nobody would wait for a verification
 _TUNING = 1024  # samples
 _ALIKE = 1e-4  # relative: another machine rounds, and now and then draws, a little differently
 _SAME_GRAM = 1e-7
@@ -75,8 +77,7 @@ class Certificate:
         checked["sigma"] = _check.real("sigma", self.sigma, 0, 1e100, open_low=True)
         checked["cycle"] = _check.whole("cycle", self.cycle)
         checked["seed"] = _check.whole("seed", self.seed, 0, 2**128 - 1)
-        checked["samples"] = _check.whole("samples", self.samples, 2, MAX_SAMPLES)
-        checked["add_samples"] = _check.whole("add_samples", self.add_samples, 0, MAX_SAMPLES)
+        checked |= checked_samples(self.samples, self.add_samples, most_samples(checked["cycle"], chain))
         checked["gram_marks"] = tuple(_check.real("gram_marks", mark, 0) for mark in self.gram_marks)
         for name in ("weight_bound", "remove", "add"):
             checked[name] = _check.real(name, getattr(self, name), 0)
@@ -172,7 +173,9 @@ def certify(
     if seconds is not None:
         allowed_time = _check.real("seconds", seconds, 0, open_low=True)
         samples = max(2, int(allowed_time / seconds_per_sample(loss, epsilon, chain, workers)))
-    samples = _check.whole("samples", samples, 2, MAX_SAMPLES)
+        samples = min(samples, most_samples(len(gram), chain))
+    assert samples is not None
+    samples = checked_samples(samples, add_samples or 0, most_samples(len(gram), chain))["samples"]
     bound = chain.bound(loss, epsilon)
     remove = remove_sums(loss, epsilon, chain, samples, seed, workers)
     upper_remove = upper_bound(remove, bound, share) + bound * chain.misdrawn(loss)
@@ -221,6 +224,19 @@ def _sampled_bound(
     if sampled is None:
         return 1.0
     return min(upper_bound(*sampled, share), _closed_bound(loss, epsilon))
+
+
+def most_samples(cycle: int, chain: Chain) -> int:
+    """Samples that a certificate may have: more take longer to verify than anyone would wait."""
+    return MOST_WORK // (max(cycle, 16) * (7 + chain.length))  # as measured, up to a factor of two
+
+
+def checked_samples(samples: int, add_samples: int, most: int) -> dict[str, int]:
+    remedy = "a certificate with more takes hours to verify; make a new plan with bandmf.plan"
+    return {
+        "samples": _check.whole("samples", samples, 2, most, remedy=remedy),
+        "add_samples": _check.whole("add_samples", add_samples, 0, most, remedy=remedy),
+    }
 
 
 def checked_budget(epsilon: float, delta: float, failure: float, attempt: int) -> dict[str, Any]:

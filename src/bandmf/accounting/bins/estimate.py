@@ -86,7 +86,7 @@ def _estimate(
 
     sigma, sums, slope = solve(remove, sigma, delta)
     bound = pilot.chain.bound(privacy_loss(gram, sigma), epsilon)
-    pilot = Pilot(pilot.chain, sums.mean, sums.variance / sums.mean**2, bound / sums.mean)
+    pilot = Pilot(pilot.chain, sums.mean, sums.relative_variance, bound / sums.mean)
     added = add_sums(privacy_loss(gram, sigma), epsilon, samples, seed, stream=ESTIMATE)
     if added is not None and added[0].mean > delta:  # never seen, but not excluded
         sigma, sums, slope = solve(lambda sigma: _added(gram, sigma, epsilon, samples, seed), sigma, delta)
@@ -111,9 +111,8 @@ def _tuned(gram: FloatArray, epsilon: float, delta: float, seed: int) -> tuple[f
             break
         sigma *= math.exp(min(max(-off / slope, -0.1), 0.1))
     else:
-        raise _check.fail(
-            "epsilon", epsilon, f"no sigma was found for delta={delta}", "raise epsilon or delta"
-        )
+        remedy = "the budget is far from any use with bins: use sampling='cyclic-poisson'"
+        raise _check.fail("epsilon", epsilon, f"no sigma was found for delta={delta}", remedy)
     return sigma, pilot
 
 

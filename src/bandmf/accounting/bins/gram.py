@@ -14,7 +14,8 @@ Toeplitz C: m_j is m_0 moved down by j and cut off at n (columns past the end ha
 
 and only the last column of G needs sums over all the steps: cycle dot products.
 
-Guarantees: no entry is below that of the exact C of the strategy's float64 parameters.
+Guarantees: no entry is below that of the exact C of the strategy's float64 parameters. (Engines multiply by float32
+numbers: plans are made with parameters that float32 holds exactly, see strategies.single_precision.)
   - Every entry is a sum of at most n products of numbers >= 0, so whatever the order it has a relative error of
     at most (n + epochs + 4) 2^-53, plus what |C|'s entries have; each entry is raised by more than that.
   - Coefficients that are given (banded Toeplitz) are exact; divided by their norm, they err by at most

@@ -52,7 +52,8 @@ class HalfSpace:
         """The most that a weight can be whose log L was moved by `rounding`, and the weight itself."""
         s, d = self.steepness, self.distance
         slack = (1 + d / s) * rounding + 1e-9
-        return math.exp(-(d**2) / 2 + math.log(s / (d + s)) + d / s * math.log(d / (d + s)) + slack)
+        log = -(d**2) / 2 + math.log(s / (d + s)) + d / s * math.log(d / (d + s)) + slack
+        return math.exp(min(log, 700.0))  # beyond, it certifies nothing in any case
 
     def rounding(self, loss: PrivacyLoss) -> float:
         """What rounding may have taken from a sample's log L."""

@@ -41,6 +41,11 @@ class Sums:
         return max(self.squares - self.total**2 / self.count, 0.0) / max(self.count - 1, 1)
 
     @property
+    def relative_variance(self) -> float:
+        """Over the square of the mean, which itself can be too small for a float."""
+        return (math.sqrt(self.variance) / self.mean) ** 2
+
+    @property
     def standard_error(self) -> float:
         return math.sqrt(self.variance / self.count)
 

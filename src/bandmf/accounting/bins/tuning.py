@@ -67,7 +67,7 @@ def pilot(loss: PrivacyLoss, epsilon: float, chain: Chain, samples: int, seed: i
     if sums.mean <= 0:
         return Pilot(chain, 0.0, math.inf, math.inf)
     bound = chain.bound(loss, epsilon) / sums.mean
-    return Pilot(chain, sums.mean, sums.variance / sums.mean**2, bound)
+    return Pilot(chain, sums.mean, sums.relative_variance, bound)
 
 
 def log_bounds(rows: FloatArray, cycle: int, epsilon: float, power: float) -> FloatArray:

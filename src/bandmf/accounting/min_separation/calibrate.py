@@ -13,7 +13,7 @@ import time
 from bandmf import _check
 from bandmf.accounting.bins.certificate import FAILURE, NotCertifiedError
 from bandmf.accounting.bins.tuning import LUCK, samples_for
-from bandmf.accounting.min_separation.certificate import Certificate, certify
+from bandmf.accounting.min_separation.certificate import Certificate, certify, most_samples
 from bandmf.accounting.min_separation.copies import Copies
 from bandmf.accounting.min_separation.divergences import PILOT, add_sums, seconds_per_sample
 from bandmf.accounting.min_separation.estimate import Estimate, estimate_sigma
@@ -26,6 +26,7 @@ _USED = 0.7  # of the time that is left: the rest is for another attempt
 _LEAST = 2_000  # samples
 _PILOT_LUCK = 1.5  # standard errors of the estimate
 _MOST_ATTEMPTS = 20
+_LONG = 10.0  # seconds: with fewer, the estimate has fewer samples, too
 
 
 def calibrate(
@@ -54,7 +55,10 @@ def calibrate(
     """
     seconds = _check.real("seconds", seconds, 0, open_low=True)
     root = secrets.randbits(120) if seed is None else _check.whole("seed", seed, 0, 2**120 - 1)
-    found = estimate_sigma(strategy, separation, probability, epsilon, delta, seed=root, workers=workers)
+    pilot = 2**13 if seconds >= _LONG else 2**11
+    found = estimate_sigma(
+        strategy, separation, probability, epsilon, delta, samples=pilot, seed=root, workers=workers
+    )
     if found.add >= 1:
         raise NotCertifiedError(
             f"epsilon={epsilon}: the add direction cannot be bounded near sigma={found.sigma:.4g} for delta={delta}; "
@@ -65,7 +69,7 @@ def calibrate(
     pace = seconds_per_sample(Copies(loss, found.copies), epsilon, workers)
     sigma, failed = 0.0, NotCertifiedError("no attempt was made")
     for attempt in range(1, _MOST_ATTEMPTS):
-        most = int(_USED * (seconds - (time.perf_counter() - start)) / pace)
+        most = min(int(_USED * (seconds - (time.perf_counter() - start)) / pace), most_samples(loss.steps))
         if most < _LEAST:
             break
         aimed, samples = _aim(found, delta, most, math.log(2 / (FAILURE * delta / 2.0**attempt / 2)))
@@ -110,8 +114,10 @@ def _add_samples(loss: Loss, epsilon: float, delta: float, most: int) -> int:
     sums, bound = sampled
     mean = max(sums.mean, 1e-3 * allowed)
     log_term = math.log(2 / (FAILURE * delta / 4)) + 1  # one more attempt's share
-    needed = samples_for(sums.variance / mean**2, bound / mean, max(allowed / mean - 1, 0.01), log_term)
-    return min(max(int(1.5 * needed), _LEAST), 4 * most)  # they are cheaper than those of the other direction
+    needed = samples_for(
+        (math.sqrt(sums.variance) / mean) ** 2, bound / mean, max(allowed / mean - 1, 0.01), log_term
+    )
+    return min(max(int(1.5 * needed), _LEAST), 4 * most, most_samples(loss.steps))  # cheaper than the others
 
 
 def _aim(found: Estimate, delta: float, most: int, log_term: float) -> tuple[float, int]:

@@ -19,10 +19,10 @@ import numpy as np
 from bandmf import _check
 from bandmf.accounting.bins.certificate import (
     FAILURE,
-    MAX_SAMPLES,
     NotCertifiedError,
     alike,
     checked_budget,
+    checked_samples,
 )
 from bandmf.accounting.bins.sampling import upper_bound
 from bandmf.accounting.min_separation.copies import MAX_COPIES, Copies
@@ -32,6 +32,7 @@ from bandmf.accounting.min_separation.law import checked_law
 from bandmf.accounting.min_separation.loss import Loss, privacy_loss
 from bandmf.strategies.base import Strategy
 
+MOST_WORK = 2**33  # steps of all samples: half an hour on two cores
 _ALIKE = 1e-4  # relative: another machine rounds, and now and then draws, a little differently
 _SAME_COLUMNS = 1e-7
 
@@ -67,8 +68,7 @@ class Certificate:
         checked["separation"], checked["probability"] = checked_law(self.separation, self.probability)
         checked["seed"] = _check.whole("seed", self.seed, 0, 2**128 - 1)
         checked["copies"] = _check.whole("copies", self.copies, 2, MAX_COPIES)
-        checked["samples"] = _check.whole("samples", self.samples, 2, MAX_SAMPLES)
-        checked["add_samples"] = _check.whole("add_samples", self.add_samples, 0, MAX_SAMPLES)
+        checked |= checked_samples(self.samples, self.add_samples, most_samples(checked["steps"]))
         checked["column_marks"] = tuple(_check.real("column_marks", mark, 0) for mark in self.column_marks)
         for name in ("weight_bound", "remove", "add"):
             checked[name] = _check.real(name, getattr(self, name), 0)
@@ -157,7 +157,7 @@ def certify(
     budget = checked_budget(epsilon, delta, FAILURE * delta if failure is None else failure, attempt)
     epsilon, delta, failure = budget["epsilon"], budget["delta"], budget["failure"]
     seed = secrets.randbits(128) if seed is None else _check.whole("seed", seed, 0, 2**128 - 1)
-    samples = _check.whole("samples", samples, 2, MAX_SAMPLES)
+    samples = checked_samples(samples, add_samples or 0, most_samples(strategy.steps))["samples"]
     loss = privacy_loss(strategy, sigma, separation, probability)
     share, allowed = failure / 2.0**attempt / 2, delta - failure
     proposal = best_copies(loss, epsilon) if copies is None else Copies(loss, copies)
@@ -192,6 +192,11 @@ def certify(
         failure=failure,
         attempt=attempt,
     )
+
+
+def most_samples(steps: int) -> int:
+    """Samples that a certificate may have: more take longer to verify than anyone would wait."""
+    return MOST_WORK // steps
 
 
 def marks(strategy: Strategy) -> tuple[float, float, float]:

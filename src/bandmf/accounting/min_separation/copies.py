@@ -44,6 +44,10 @@ MOST_NUMBERS = 2**24  # of a table: 128 MB
 _MOST_STARTS = 2**20
 
 
+class TooLittleNoiseError(ValueError):
+    """There is so little noise that moments overflow."""
+
+
 @dataclass(frozen=True, eq=False)
 class States:
     """Multisets of q waits with at least one of them 0, those with the most zeros first.
@@ -106,7 +110,10 @@ class Copies:
             self._table = self._sums()
             self._starts, self._start_sums = self._first()
         total = float(self._start_sums[-1])
-        _check.real("E L^q", total, 0, 1e300, remedy="sigma is far too small for so many copies")
+        if not 0 < total < 1e300:  # in this form, NaN is refused
+            raise TooLittleNoiseError(
+                f"copies={self.copies}: the moment of this order overflows; raise sigma, or use fewer copies"
+            )
         self.log_moment = math.log(total)
 
     def bound(self, epsilon: float) -> float:

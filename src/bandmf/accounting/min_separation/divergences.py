@@ -71,7 +71,7 @@ def best_copies(loss: Loss, epsilon: float) -> Copies:
 
 def seconds_per_sample(proposal: Copies, epsilon: float, workers: int | None = None) -> float:
     """Of a sample of each direction, by the clock."""
-    samples = 2**13
+    samples = 2**11
     start = time.perf_counter()
     remove_sums(proposal, epsilon, samples, 0, workers, CLOCK)
     add_sums(proposal.loss, epsilon, samples, 0, workers, CLOCK)

@@ -12,7 +12,7 @@ from bandmf import _check
 from bandmf.accounting.bins.estimate import solve
 from bandmf.accounting.bins.sampling import Sums
 from bandmf.accounting.events import MAX_EPSILON, MIN_EPSILON
-from bandmf.accounting.min_separation.copies import MAX_COPIES, Copies, most_copies
+from bandmf.accounting.min_separation.copies import MAX_COPIES, Copies, TooLittleNoiseError, most_copies
 from bandmf.accounting.min_separation.divergences import (
     ESTIMATE,
     PILOT,
@@ -72,7 +72,22 @@ def estimate_sigma(
         raise _check.fail(
             "delta", delta, f"must be below {taking_part:g}, the probability of taking part", remedy
         )
-    sigma, copies = _tuned(law, strategy.largest_column_norm(), epsilon, delta, seed)
+    try:
+        return _estimate(law, strategy.largest_column_norm(), epsilon, delta, samples, seed, workers)
+    except (ArithmeticError, TooLittleNoiseError):
+        raise _far(epsilon, delta) from None
+
+
+def _estimate(
+    law: partial[Loss],
+    norm: float,
+    epsilon: float,
+    delta: float,
+    samples: int,
+    seed: int,
+    workers: int | None,
+) -> Estimate:
+    sigma, copies = _tuned(law, norm, epsilon, delta, seed)
 
     def remove(sigma: float) -> Sums:
         return remove_sums(Copies(law(sigma=sigma), copies), epsilon, samples, seed, workers, ESTIMATE)
@@ -82,7 +97,7 @@ def estimate_sigma(
 
     sigma, sums, slope = solve(remove, sigma, delta)
     bound = Copies(law(sigma=sigma), copies).bound(epsilon)
-    variance, bound = sums.variance / sums.mean**2, bound / sums.mean
+    variance, bound = sums.relative_variance, bound / sums.mean
     added = add(sigma).mean
     if delta < added < 1:  # never seen, but not excluded
         sigma, sums, slope = solve(add, sigma, delta)
@@ -107,6 +122,8 @@ def _tuned(law: partial[Loss], norm: float, epsilon: float, delta: float, seed: 
             if sums.mean > 2 * sums.standard_error:
                 break
         else:
+            if epsilon > 1:
+                raise _far(epsilon, delta)
             reached = f"{proposal.copies} copies"
             raise _check.fail(
                 "epsilon", epsilon, f"too small to be sampled with {reached}", "use fewer bands"
@@ -115,7 +132,12 @@ def _tuned(law: partial[Loss], norm: float, epsilon: float, delta: float, seed: 
         if abs(off) < 1.0:
             return sigma, proposal.copies
         sigma *= math.exp(min(max(-off / _SLOPE, -0.1), 0.1))
-    raise _check.fail("epsilon", epsilon, f"no sigma was found for delta={delta}", "raise epsilon or delta")
+    raise _far(epsilon, delta)
+
+
+def _far(epsilon: float, delta: float) -> ValueError:
+    remedy = "the budget is far from any use with b-min-sep: use sampling='cyclic-poisson'"
+    return _check.fail("epsilon", epsilon, f"no sigma was found for delta={delta}", remedy)
 
 
 def _guess(law: partial[Loss], norm: float, epsilon: float, delta: float) -> float:
@@ -133,7 +155,7 @@ def _guess(law: partial[Loss], norm: float, epsilon: float, delta: float) -> flo
             few = [Copies(loss, q) for q in range(2, min(_FEW, most_copies(loss.separation, loss.steps)) + 1)]
             guessed = few[-1].log_moment / (few[-1].copies * (few[-1].copies - 1)) * more * (more - 1) + peaks
             least = min(float(guessed.min()), *(math.log(some.bound(epsilon)) for some in few))
-        except ValueError:  # overflow
+        except (ValueError, ArithmeticError):  # overflow
             least = math.inf
         low, high = (middle, high) if least > math.log(_BOUND_OVER_DELTA * delta) else (low, middle)
     return math.exp(high)

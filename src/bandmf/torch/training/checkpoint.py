@@ -4,8 +4,8 @@ How its folder appears, whole or not at all, and is sealed: see bandmf.ledger.ch
 
 Guarantees: a run that is killed at any moment and resumed releases the same sums and ends with the same weights
 as one that was not (on the CPU and the same number of ranks bit for bit); saving changes nothing of the run; the key is
-not in a checkpoint, and the noise only encrypted; nothing of a checkpoint is read, let alone unpickled, before its
-digest is verified; only its owner can read it.
+not in a checkpoint, and the noise and torch's generators, which count examples, only encrypted; nothing of a checkpoint
+is read, let alone unpickled, before its digest is verified; only its owner can read it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from bandmf.ledger.run_folder import CHECKPOINTS
 from bandmf.noise.sealing import fresh_salt
 from bandmf.torch.noise import sealing
 from bandmf.torch.training import optimizer_state
-from bandmf.torch.training.random_state import RandomState
+from bandmf.torch.training.random_state import RandomState, unseal
 
 if TYPE_CHECKING:
     from bandmf.torch.training.make_private import Private
@@ -66,8 +66,14 @@ def _sealed(private: Private, copy: bool) -> Iterator[dict[str, Any]]:
             "plan": stepper.plan.digest,
             "sampler": (stepper.sampler.provenance,),
             "ledger": stepper.ranks.on_first(lambda: stepper.recorded.proof(stepper.steps_taken)),
-            "random": {str(stepper.ranks.rank): RandomState().plain()},
+            "random": {str(stepper.ranks.rank): RandomState().sealed(stepper.engine.key, _place(private))},
         }
+
+
+def _place(private: Private, step: int | None = None) -> str:
+    """What a sealed state of the generators is for."""
+    step = private.stepper.steps_taken if step is None else step
+    return f"step {step} rank {private.stepper.ranks.rank}"
 
 
 def load_state_dict(private: Private, state: dict[str, Any]) -> None:
@@ -88,23 +94,39 @@ def load_state_dict(private: Private, state: dict[str, Any]) -> None:
     if state["sampler"] != (stepper.sampler.provenance,):
         raise _check.fail("state['sampler']", state["sampler"], f"must be {stepper.sampler.provenance!r}")
     stepper.ranks.on_first(lambda: stepper.recorded.expect(state["step"], state["ledger"]))
+    random = _random_state(private, state)
     stepper.abandon()
     stepper.noise = stepper.engine.load_state_dict(stepper.noise, state["noise"])
     sealing.unseal(stepper.noise, state["noise"].get("seal", {}), stepper.engine.key, stepper.ranks.gather)
     _load_training(private, state)
+    if random is not None:
+        random.restore()
     if private.scheduler is not None and state["scheduler"][0] is not None:
         private.scheduler.load_state_dict(state["scheduler"][0])
 
 
 def _load_training(private: Private, state: dict[str, Any], settings: bool = True) -> None:
-    """Model, optimizer and random numbers: what has nothing to do with privacy."""
+    """Model and optimizer: what has nothing to do with privacy."""
     set_model_state_dict(private.model, state["model"])
     optimizer_state.load_optimizer_state(
         private.optimizer.original, private.model, state["optimizer"], settings
     )
-    saved = state["random"].get(str(private.stepper.ranks.rank))
-    if saved is not None:  # another number of ranks has no such
-        RandomState(saved).restore()
+
+
+def _random_state(private: Private, state: dict[str, Any]) -> RandomState | None:
+    """The generators of this rank; None where another number of ranks has saved none. All ranks refuse, or none."""
+    ranks, saved = private.stepper.ranks, state["random"].get(str(private.stepper.ranks.rank))
+    found = None
+    if saved is not None:
+        found = unseal(saved, private.stepper.engine.key, _place(private, state["step"]))
+    if bad := [
+        rank for rank, good in enumerate(ranks.gather(saved is None or found is not None)) if not good
+    ]:
+        raise _check.fail(
+            "state['random']", f"of rank {bad[0]}", "it was changed after it was written, or is of another place",
+            "load another checkpoint",
+        )  # fmt: skip
+    return found
 
 
 # --- on the disk --------------------------------------------------------------------------------------
@@ -146,7 +168,7 @@ def resume(private: Private, folder: Path) -> bool:
     if own:
         stepper.noise.unfinished = True  # until the history that is being overwritten is whole again
     else:
-        del state["noise"]
+        del state["noise"], state["random"]
     with _alone_or_together() as alone:
         dcp.load(state, checkpoint_id=found[-1], planner=_ReadPlain(), no_dist=alone)
     if own:

@@ -89,22 +89,28 @@ def make_private(
     plan = copy.copy(plan)  # by its constructor, which checks everything again; and nothing is cached
     model = model.module if isinstance(model, DistributedDataParallel) else model
     clip_norm = _check.real("clip_norm", clip_norm, 0, open_low=True)
+    _check.choice("loss_reduction", loss_reduction, ("mean", "sum"))
     parameters = _protected(model, optimizer)
+    data, options = from_loader(dataset)
+    examples = len(data) if hasattr(data, "__len__") else None
     ranks = Ranks(parameters.values())
     plan = ranks.same_plan(plan)
+    ranks.same_settings({
+        "clip_norm": clip_norm, "per_layer": bool(per_layer), "loss_reduction": loss_reduction, "clipping": clipping,
+        "len(dataset)": examples, "physical_batch_size": physical_batch_size, "epoch_steps": epoch_steps,
+        "save_every": save_every, "self_test": bool(self_test),
+    })  # fmt: skip
     _check_memory(plan, parameters, ranks)
     folder = None if run_folder is None else Path(run_folder)
     opened = Opened(folder, key, moved, ranks)
     key = opened.run_key
     ranks.start_equal(model)
-    data, options = from_loader(dataset)
-    batches = sampler(plan, key, len(data) if hasattr(data, "__len__") else None)
+    batches = sampler(plan, key, examples)
     law = [getattr(batches, name, None) for name in ("cycle", "separation")]
     if batches.events != plan.events or law != [plan.cycle, plan.separation]:
         raise ValueError(
             "plan: its events are not those of its batches; make a new plan with bandmf.plan(...)"
         )
-    _check.choice("loss_reduction", loss_reduction, ("mean", "sum"))
     clip = make_clipping(clipping, model, parameters, clip_norm, per_layer)
     mean_loss = loss_reduction == "mean"
     stepper = Stepper(plan, key, batches, parameters, clip_norm, clip, mean_loss, model, ranks)

@@ -57,6 +57,16 @@ class Ranks:
             return plan
         return pickle.loads(self.on_first(lambda: pickle.dumps(plan)))
 
+    def same_settings(self, settings: dict[str, Any]) -> None:
+        """Refuse ranks that were given different ones: each would clip, cut or weigh its share in its own way."""
+        found = self.gather(settings)
+        for rank, others in enumerate(found):
+            for name, value in others.items():
+                if value != found[0][name]:
+                    raise _check.fail(
+                        name, value, f"rank {rank} has this, rank 0 has {found[0][name]!r}", "give all ranks the same"
+                    )  # fmt: skip
+
     def start_equal(self, model: torch.nn.Module) -> None:
         """Give all replicas the weights and buffers of rank 0, as DDP does."""
         if self.replicated:

@@ -146,6 +146,11 @@ class Stepper:
         """Whether a step was begun and not completed."""
         return self._piece is not None or self._partial
 
+    @property
+    def partial(self) -> bool:
+        """Whether some pieces of a step are added up, and more are to come."""
+        return self._partial
+
     def abandon(self) -> None:
         """Forget an accumulation that was not finished; nothing of it was released."""
         self._piece, self._partial, self._failed = None, False, False
