@@ -73,6 +73,6 @@ after = float(jnp.mean(jax.vmap(loss, (None, 0))(weights, (x, y))))
 held = state[0].noise.history["in"]
 share = held.addressable_shards[0].data.nbytes / max(1, held.nbytes)
 print(
-    f"{run.steps_taken} steps on {len(devices)} devices, {plan.bands} bands, each device holds {share:.0%} of the history"
+    f"{run.steps_taken} steps on {len(devices)} devices, each holds {share:.0%} of the history of {plan.bands} bands"
 )
 print(f"mean squared error {before:.3f} before, {after:.3f} after, epsilon={run.spent():.2f}")

@@ -104,6 +104,4 @@ for batch in run.batches(data):
 
 unseen = jax.jit(jax.vmap(loss, in_axes=(None, 0)))(weights, codes[held_out])
 bits = float(unseen.mean()) / math.log(2)
-print(
-    f"{run.steps_taken} steps, {plan.sampling}, epsilon={run.spent():.2f}: {bits:.3f} bits per character of unseen lines"
-)
+print(f"{run.steps_taken} steps, {plan.sampling}, epsilon={run.spent():.2f}: {bits:.3f} bits per character")
