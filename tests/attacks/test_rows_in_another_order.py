@@ -1,0 +1,95 @@
+"""Row i of every layer is example i: models where it is another one, or where some rows are missing, are refused.
+
+Otherwise the parts of one example are clipped under several numbers, and moving or adding one example changes what many
+contribute.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from opacus.layers import DPGRU, DPLSTM, DPRNN
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from one_at_a_time import MODES
+from private_loops import Rows, outcome
+
+CLIP = 0.02
+
+
+def words(length, seed):
+    return torch.randint(1, 50, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def texts(examples=40, length=6):
+    return Rows([(words(length, n), torch.tensor(n % 2)) for n in range(examples)])
+
+
+class Recurrent(nn.Module):
+    """Reads packed texts, or padded ones."""
+
+    def __init__(self, kind, packed):
+        super().__init__()
+        torch.manual_seed(0)
+        self.packed = packed
+        self.embed, self.read, self.out = nn.Embedding(50, 8), kind(8, 8, batch_first=True), nn.Linear(8, 2)
+
+    def forward(self, tokens):
+        x, lengths = self.embed(tokens), torch.full((len(tokens),), 6)
+        if not self.packed:
+            return self.out(self.read(x)[0][:, -1])
+        _, last = self.read(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
+        return self.out((last[0] if isinstance(last, tuple) else last)[-1])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("self_test", [True, False])
+@pytest.mark.parametrize("kind", [DPLSTM, DPGRU, DPRNN])
+def test_packed_sequences_are_refused_with_the_remedy(kind, self_test, mode):
+    """Even equally long ones: sorting does not keep their order."""
+    found = outcome(Recurrent(kind, packed=True), texts(), mode, self_test=self_test).refused
+    assert found is not None, "was accepted"
+    assert re.search(r"'read' is given a PackedSequence.*padded tensor, and mask", found), found
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_padded_sequences_are_accepted(mode):
+    """And one text more, wherever it comes, moves the sum by its own gradient alone."""
+    base, more = texts(), texts(41)
+    model = Recurrent(DPLSTM, packed=False)
+    with_it = outcome(model, Rows([*base[:4], more[40], *base[4:]]), mode, clip_norm=CLIP)
+    without = outcome(model, base, mode, clip_norm=CLIP)
+    assert float((with_it.total - without.total).norm()) <= CLIP * (1 + 1e-4)
+
+
+class TwoTexts(nn.Module):
+    """A layer is called once with all examples, and once with those that have a second text."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.read, self.out = nn.Linear(6, 8), nn.Linear(16, 4)
+
+    def forward(self, x):
+        first, has_second = self.read(x).tanh(), (x[:, 0] > 0).nonzero().flatten()
+        second = torch.zeros_like(first).index_copy(0, has_second, self.read(-x[has_second]).tanh())
+        return self.out(torch.cat([first, second], 1))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_layer_that_is_called_with_some_examples_only_is_refused(mode):
+    """The rehearsed examples all have two texts, so that the self-test sees nothing."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(40, 6, generator=generator)
+    x[:, 0] = x[:, 0].abs()
+    x[32::2, 0] *= -1
+    data = Rows([(row, torch.tensor(n % 4)) for n, row in enumerate(x)])
+    found = outcome(TwoTexts(), data, mode, clip_norm=CLIP).refused
+    assert found is not None, "was accepted"
+    assert re.search(r"'read\.(weight|bias)' has gradients for 36 examples where the batch has 40", found), (
+        found
+    )
+    assert "called with all, its output masked" in found
