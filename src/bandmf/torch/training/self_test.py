@@ -84,7 +84,7 @@ class SelfTest:
         """The batches to go through; each must be observed before the next."""
         together = Rehearsal(tuple(range(count)))
         self._after.close()  # of rehearsals that were left in the middle
-        self._after.callback(RandomState().restore)
+        self._after.callback(self._stepper.generators.give_back)
         self._after.callback(self._stop_listening)
         self._after.callback(self._set_modes, [(module, module.training) for module in self._model.modules()])
         try:
