@@ -93,3 +93,53 @@ def test_a_layer_that_is_called_with_some_examples_only_is_refused(mode):
         found
     )
     assert "called with all, its output masked" in found
+
+
+class Sorted(nn.Module):
+    """Sorts a batch by length, as for packing, and puts it back in order at the end."""
+
+    def __init__(self, stable=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.mix, self.out = nn.Embedding(50, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+        self.stable = stable
+
+    def forward(self, tokens):
+        order = (tokens != 0).sum(1).sort(descending=True, stable=self.stable).indices
+        x = self.embed(tokens)[order]
+        return self.out(self.mix(x.mean(1)).tanh()[order.argsort()])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_batch_that_is_sorted_inside_the_model_is_refused(mode):
+    """Equally long texts, of which four stay in order and forty do not: a sort that is not stable moves them."""
+    found = outcome(Sorted(), texts(), mode, clip_norm=CLIP).refused
+    assert found is not None, "was accepted"
+    assert re.search(r"self-test: .*'(mix|embed|out)\.", found), found
+
+
+class OneMoved(nn.Module):
+    """Two rows of a large batch change places in one layer, wherever the examples are that stand there."""
+
+    def __init__(self, first, second):
+        super().__init__()
+        torch.manual_seed(0)
+        self.read, self.out, self.places = nn.Linear(6, 8), nn.Linear(8, 4), (first, second)
+
+    def forward(self, x):
+        order, (first, second) = torch.arange(len(x)), self.places
+        if len(x) > first:
+            order[[first, second]] = order[[second, first]]
+        return self.out(self.read(x[order]).tanh()[order])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("places", [(30, 31), (5, 9), (35, 0)])
+def test_two_rows_that_change_places_are_found_wherever_they_are(mode, places):
+    """By the norms of copies of an example, of which no two may differ."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(40, 6, generator=generator)
+    data = Rows([(row, torch.tensor(n % 4)) for n, row in enumerate(x)])
+    found = outcome(OneMoved(*places), data, mode, clip_norm=CLIP).refused
+    assert found is not None, "was accepted"
+    assert "self-test: the gradient of 'read" in found

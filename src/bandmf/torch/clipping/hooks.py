@@ -89,6 +89,10 @@ class PerExample:
         return valid - good[:valid].sum()
 
     @torch.no_grad()
+    def norms(self, rows: int, scale: float) -> dict[str, Tensor]:
+        return {name: scale * size(sample) for name, sample in self._samples(rows).items()}
+
+    @torch.no_grad()
     def add_example(self, sums: dict[str, Tensor], rows: int, number: int, scale: float) -> Tensor:
         samples = self._samples(rows)
         for name, sample in samples.items():

@@ -199,7 +199,7 @@ class Private:
         if test is not None:
             tested = f"The first batches test {what}."
             if test.passed and not test.compared:
-                tested = f"The first batches had no finite gradients: nothing has checked {what}."
+                tested = f"The first batches had no gradients to compare: nothing has checked {what}."
         return f"Clipping: {self.stepper.clipping.explain()}.\n{tested}\n{self.plan.explain()}"
 
     def non_finite_examples(self) -> int:
