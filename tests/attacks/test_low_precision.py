@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from bandmf.torch import losses
 from bandmf.torch.clipping import Bookkeeping, Outer, norms, rule, rules
 from bandmf.torch.clipping import Rows as RowsOf
 from bandmf.torch.noise.precision import exact, precision
@@ -56,6 +57,40 @@ def test_a_rule_that_gives_half_precision_is_added_up_in_full(own_rule):
     options = {"clip_norm": 0.05, "loss_reduction": "sum"}
     totals = [outcome(Scaled(), data, "auto", summed_in_bfloat16, **options).total for data in (base, more)]
     assert float((totals[1] - totals[0]).norm()) <= 0.05 * (1 + 1e-4)
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.mid, self.out = nn.Embedding(20, 32), nn.Linear(32, 32), nn.Linear(32, 20)
+
+    def forward(self, tokens):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.out(self.mid(self.embed(tokens)).tanh()).float()
+
+
+def by_mean(private, tokens):
+    losses.classification(private.model(tokens), tokens).mean().backward()
+    private.optimizer.step()
+
+
+def by_example(private, tokens):
+    private.backward(losses.classification(private.model(tokens), tokens))
+    private.optimizer.step()
+
+
+def test_private_backward_rounds_nothing_by_the_number_of_examples():
+    """A mean divides before gradients are rounded to bfloat16; then one text more moves all others."""
+    generator = torch.Generator().manual_seed(0)
+    text, other = torch.randint(0, 20, (2, 8), generator=generator)
+    data = Rows([text] * 1000), Rows([*[text] * 1000, other])
+    moved = {}
+    for loop in (by_mean, by_example):
+        without, with_it = (outcome(Words(), rows, "auto", loop, clip_norm=0.05).total for rows in data)
+        moved[loop] = float((with_it - without).norm()) / 0.05
+    assert moved[by_example] <= 1 + 1e-4
+    assert moved[by_mean] > 2, "documented in docs/guarantees.md"
 
 
 WRONG = {

@@ -81,6 +81,7 @@ class Stepper:
         self.sums = Sums(parameters, key.derive("sums").secret)
         self.ledger: Ledger | None = None  # on rank 0
         self.steps_released = 0  # by this run, in whatever process: what was spent
+        self.summed = False  # whether the gradients of the batch at hand are those of a sum, not of a mean
         self.stepped = False  # whether the last call of `consume` completed a step
         self._piece: Piece | None = None
         self._failed = False  # the last call of `consume` did not come to its end
@@ -136,7 +137,7 @@ class Stepper:
         else:
             assert self.self_test is not None
             self.self_test.begin(piece.rehearsal)
-        self._piece = piece
+        self._piece, self.summed = piece, not self.mean_loss
 
     def check_consumed(self) -> None:
         """Fail if the last batch was skipped."""
@@ -182,7 +183,7 @@ class Stepper:
         if piece.first:
             self.sums.clear()
         rows = len(piece.indices)
-        scale = (rows if self.mean_loss else 1) / loss_scale
+        scale = (1 if self.summed else rows) / loss_scale
         if piece.rehearsal is not None:
             assert self.self_test is not None
             self.self_test.observe(piece.rehearsal, scale)
