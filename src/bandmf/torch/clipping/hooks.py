@@ -59,7 +59,7 @@ class PerExample:
 
     def record(self, rows: int | None) -> None:
         self._hooks.turns.next()
-        self._hooks.rows = rows
+        self._hooks.rows, self._hooks.failure = rows, None
         if rows is None:
             self._hooks.disable_hooks()
         else:
@@ -102,6 +102,8 @@ class PerExample:
     def _samples(self, rows: int) -> dict[str, Tensor]:
         if self._hooks.turns.late:
             raise late_backward()
+        if self._hooks.failure is not None:
+            raise self._hooks.failure
         found = {name: _gradients(name, p, rows) for name, p in self._parameters.items()}
         samples = {name: sample for name, sample in found.items() if sample is not None}
         if not samples:
@@ -150,6 +152,7 @@ class Hooks(GradSampleHooks):
     def __init__(self, model: nn.Module, names: dict[int, str], **options: Any) -> None:
         self.turns, self._names = Turns(), names  # the names of the parameters, by identity
         self.rows: int | None = None  # examples of the batch at hand
+        self.failure: RuntimeError | None = None  # what is wrong with its gradients
         super().__init__(model, **options)
         self._own = {id(module) for module in model.modules()}
         for path, module in model.named_modules():
@@ -229,9 +232,11 @@ class Hooks(GradSampleHooks):
         """Only whole batches: which examples the rows of a smaller call are of, nobody says."""
         if not parameter.requires_grad:
             return
-        if len(sample) != self.rows:
-            raise wrong_rows(self._names.get(id(parameter), "a parameter"), len(sample), self.rows or 0)
-        if hasattr(parameter, "_current_grad_sample"):
+        if len(sample) != self.rows:  # said later: it must not pass through the user's backward pass half-way
+            name = self._names.get(id(parameter), "a parameter")
+            self.failure = self.failure or wrong_rows(name, len(sample), self.rows or 0)
+            parameter._current_grad_sample = sample
+        elif hasattr(parameter, "_current_grad_sample") and self.failure is None:
             # Not in place: a rule may return a view of what autograd still needs.
             parameter._current_grad_sample = parameter._current_grad_sample + sample
         else:
