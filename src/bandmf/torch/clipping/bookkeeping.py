@@ -125,8 +125,8 @@ class Bookkeeping:
                 tuple(contribution.shape) if isinstance(contribution, Tensor) else type(contribution).__name__
             )
             raise ValueError(
-                f"rule: gave gradients of shape {what} for {name!r}; they must be {(rows, *shape)}, or an Outer or "
-                "Rows of such ones: add up over an example's places with bandmf.torch.clipping.total"
+                f"rule: gave gradients of shape {what} for {name!r}; they must be {(rows, *shape)}: add "
+                "up over an example's places with bandmf.torch.clipping.total"
             )
 
     def _factors(
