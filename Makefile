@@ -3,6 +3,8 @@ PYTHON ?= python3
 PIP = .venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # One process a core; more threads in each would only get in each other's way.
 PYTEST = OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile
+# Built when bandmf is installed, and again when they change.
+NATIVE = $(wildcard src/bandmf/native/*.[ch])
 
 .PHONY: demo test test-long lint types doctest unit clean
 
@@ -32,15 +34,15 @@ test-long: .venv/installed-dev
 	$(PYTHON) -m venv .venv
 
 # torch first: the constraint picks one build, so that nothing later pulls in another.
-.venv/installed: .venv/bin/python pyproject.toml constraints.txt
+.venv/installed: .venv/bin/python pyproject.toml setup.py constraints.txt $(NATIVE)
 	$(PIP) torch
 	$(PIP) --editable ".[torch]" scikit-learn
 	touch $@
 
-.venv/installed-dev: .venv/bin/python pyproject.toml constraints.txt
+.venv/installed-dev: .venv/bin/python pyproject.toml setup.py constraints.txt $(NATIVE)
 	$(PIP) torch
 	$(PIP) --editable ".[dev]"
 	touch $@ .venv/installed
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build demo.png
+	rm -rf src/bandmf/native/*.so .venv .mypy_cache .pytest_cache .ruff_cache build demo.png

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -105,7 +106,10 @@ def jax_noise(strategy, key: Key, shapes=SHAPES, scale: float = 1.0, **options) 
     return noise
 
 
+# Without the native library; the others take it where it is there.
+PLAIN = {"numpy, plain": {"kernels": "numpy"}, "torch, plain": {"kernels": "torch"}}
 ENGINES: dict[str, Callable[..., Noise]] = {"numpy": numpy_noise, "torch": torch_noise, "jax": jax_noise}
+ENGINES |= {name: partial(ENGINES[name.split(",")[0]], **chosen) for name, chosen in PLAIN.items()}
 
 
 def oracle_noise(strategy, key: Key, shapes=SHAPES, scale: float = 1.0, cipher_rounds: int = 20) -> Noise:

@@ -27,6 +27,7 @@ ORDER = [
     "error",
     "optimize",
     "randomness",
+    "native",
     "noise",
     "accounting",
     "sampling",
@@ -50,8 +51,12 @@ ORDER = [
     "cli",
 ]
 OPTIONAL = {"torch", "triton", "opacus", "jax", "optax", "jax_privacy", "matplotlib"}
-NEED_OPTIONAL = {"torch", "jax", "demo", "audit", "plots", "paper", "cli"}
+NEED_OPTIONAL = {"native", "torch", "jax", "demo", "audit", "plots", "paper", "cli"}
 LONGEST_FILE, LARGEST_FOLDER = 400, 14  # lines; files, __init__ among them
+
+
+def sources():
+    return [path for kind in ("*.py", "*.c", "*.h") for path in SOURCE.rglob(kind)]
 
 
 def source_files():
@@ -159,9 +164,7 @@ def test_a_planted_import_against_the_direction_is_caught(module, line, complain
 
 def test_no_file_is_long_and_no_folder_crowded():
     long = {
-        path.name: lines
-        for path in SOURCE.rglob("*.py")
-        if (lines := len(path.read_text().splitlines())) > LONGEST_FILE
+        path.name: lines for path in sources() if (lines := len(path.read_text().splitlines())) > LONGEST_FILE
     }
     crowded = {
         folder.name: count
@@ -189,12 +192,13 @@ def test_the_page_on_architecture_names_every_file_and_no_other():
     text = (SOURCE.parents[1] / "docs" / "architecture.md").read_text()
     listed = set()
     for line in re.search(r"## Every file\n(.*?)\n## ", text, re.DOTALL).group(1).splitlines():
-        names = re.findall(r"`([\w/]+\.py)`", line.split("|")[1]) if line.count("|") > 2 else []
+        names = re.findall(r"`([\w/]+\.(?:py|c|h))`", line.split("|")[1]) if line.count("|") > 2 else []
         folder = names[0].rpartition("/")[0] if names else ""
         listed |= {name if "/" in name or not folder else f"{folder}/{name}" for name in names}
-    files = {path.relative_to(SOURCE).as_posix(): path for path in SOURCE.rglob("*.py")}
+    files = {path.relative_to(SOURCE).as_posix(): path for path in sources()}
     assert listed <= set(files)
-    only_words = {name for name, path in files.items() if len(ast.parse(path.read_text()).body) == 1}
+    python = {name: path for name, path in files.items() if name.endswith(".py")}
+    only_words = {name for name, path in python.items() if len(ast.parse(path.read_text()).body) == 1}
     exports = {"optimize", "strategies", "noise", "planning", "torch", "torch/clipping", "jax", "cli"}
     assert set(files) - listed == only_words | {f"{folder}/__init__.py" for folder in exports}
 

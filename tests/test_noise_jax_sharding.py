@@ -13,12 +13,13 @@ CLAIMS = ["rows", "all axes on rows", "columns", "both", "flat", "kept inputs"]
 RESTARTS = ["one device", "flat over one", "flat over eight", "one device with kept inputs"]
 
 
-@pytest.fixture(scope="module")
-def output():
+@pytest.fixture(scope="module", params=["native", "xla"])
+def output(request):
     # Nearly all of the time is compilation, so let LLVM try less hard: what is computed stays the same.
     flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
     command = [sys.executable, str(HERE / "jax_devices.py")]
-    env = environment(JAX_PLATFORMS="cpu", XLA_FLAGS=flags)
+    native = "1" if request.param == "native" else "0"
+    env = environment(JAX_PLATFORMS="cpu", XLA_FLAGS=flags, BANDMF_NATIVE=native)
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     return done.stdout
@@ -27,6 +28,10 @@ def output():
 @pytest.mark.parametrize("layout", CLAIMS)
 def test_eight_devices_add_the_oracles_noise(output, layout):
     assert f"{layout} holds" in output
+
+
+def test_nothing_is_sent_and_one_program_serves_all_steps(output):
+    assert "nothing is sent" in output
 
 
 @pytest.mark.parametrize("mesh", RESTARTS)

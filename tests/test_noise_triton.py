@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from children import HERE, environment
-from triton_kernels import CASES, CHECKS, PLANTED
+from triton_kernels import CASES, CHECKS, PLANTED, XLA_CASES
 
 
 def interpret(*arguments: str, timeout: float = 300) -> str:
@@ -32,7 +32,7 @@ def output():
     return interpret()
 
 
-@pytest.mark.parametrize("claim", [*CASES, *CHECKS])
+@pytest.mark.parametrize("claim", [*CASES, *XLA_CASES, *CHECKS])
 def test_kernels_equal_the_oracle(output, claim):
     assert f"{claim} holds" in output.splitlines()
 
@@ -52,7 +52,7 @@ def test_kernels_equal_the_oracle_for_every_family():
 
 
 def test_the_kernels_can_be_imported_without_a_gpu():
-    done = run("import bandmf.torch.noise.triton_kernels; print('imported')")
+    done = run("import bandmf.native.triton_kernels; print('imported')")
     assert done.stdout.strip() == "imported", done.stderr
 
 

@@ -17,7 +17,7 @@ from bandmf.strategies import BandedInverse, BufferedToeplitz, Identity, tree_ag
 from noise_families import FAMILIES, largest_difference, options, oracle_noise, toeplitz, torch_noise
 
 KEY = Key(bytes([5] * 32))
-NAME = "bandmf.torch.noise.triton_kernels"
+NAME = "bandmf.native.triton_kernels"
 CIPHER_ROUNDS = 8  # the fewest there are
 ONE, TWO = {"w": (3, 50)}, {"w": (17, 30), "b": (5,)}
 GROUPS = {"w": (3, 700), "b": (5,)}  # w reaches into a second group of 2048 coordinates
@@ -54,6 +54,46 @@ def difference(strategy, shapes, cipher_rounds: int = CIPHER_ROUNDS, **options) 
     """The largest between the kernels' noise and the oracle's."""
     got = torch_noise(strategy, KEY, shapes, kernels="triton", cipher_rounds=cipher_rounds, **options)
     return largest_difference(got, oracle_noise(strategy, KEY, shapes, cipher_rounds=cipher_rounds))
+
+
+class Interpreted:
+    """Stands for jax_triton, which launches on GPUs: the same calls, eagerly and in Triton's interpreter."""
+
+    @staticmethod
+    def triton_call(
+        *given, kernel, out_shape, grid, input_output_aliases, num_warps, num_stages=3, **constants
+    ):
+        import jax
+        import jax.numpy as jnp
+        import torch
+
+        def tensor(value):
+            if not isinstance(value, jax.Array):
+                return value
+            plain = np.array(value)
+            return torch.from_numpy(plain.view(np.int32) if plain.dtype == np.uint32 else plain)
+
+        arguments = [tensor(value) for value in given]
+        results = [torch.full(one.shape, torch.nan) for one in out_shape]
+        for place, result in input_output_aliases.items():
+            results[result] = arguments[place]
+        kernel[grid](*arguments, *results, **constants)
+        return [jnp.asarray(result.numpy()) for result in results]
+
+
+def xla_difference(strategy, shapes, **options) -> float:
+    """The same for the kernels that XLA launches."""
+    import jax
+
+    from bandmf.jax.noise import triton_executor
+    from bandmf.native import triton_xla_kernels
+    from noise_families import jax_noise
+
+    triton_executor.available = lambda: True
+    triton_executor._triton = lambda: (Interpreted, triton_xla_kernels)
+    with jax.disable_jit():
+        got = jax_noise(strategy, KEY, shapes, kernels="triton", cipher_rounds=CIPHER_ROUNDS, **options)
+    return largest_difference(got, oracle_noise(strategy, KEY, shapes, cipher_rounds=CIPHER_ROUNDS))
 
 
 def load(path: Path) -> None:
@@ -225,10 +265,22 @@ CHECKS = {
 }
 
 
+# As CASES, for the kernels that XLA launches; its look-ahead has no inner level.
+XLA_CASES = {
+    "look-ahead in XLA": (toeplitz(10, 9), TWO, {"lookahead": 4}),
+    "toeplitz in XLA": (toeplitz(4, 3), GROUPS, {}),
+    "banded inverse in XLA": (BandedInverse([1, -0.5, 0.2], 3), ONE, {}),
+    "banded inverse, partly kept, in XLA": (BandedInverse([1.5, -0.5, 0.2], 4), TWO, {"kept_inputs": 1}),
+    "tree in XLA": (tree_aggregation(4), ONE, {}),
+    "buffered in XLA": (BufferedToeplitz([0.3, 0.1], [0.9, 0.5], 3), ONE, {}),
+}
+
+
 def sweep() -> None:
     """Every family of the conformance list, and the full cipher."""
     for name, strategy in FAMILIES.items():
         assert difference(strategy, GROUPS, **options(name)) < 1e-5, name
+        assert xla_difference(strategy, GROUPS, **options(name)) < 1e-5, name
     assert difference(toeplitz(18, 17), GROUPS, lookahead=7) < 1e-5
     assert difference(Identity(2), GROUPS, cipher_rounds=20) < 1e-5
 
@@ -239,6 +291,10 @@ def main() -> None:
         return
     for name, (strategy, shapes, how) in CASES.items():
         found = difference(strategy, shapes, **how)
+        assert found < 1e-5, (name, found)
+        print(f"{name} holds", flush=True)
+    for name, (strategy, shapes, how) in XLA_CASES.items():
+        found = xla_difference(strategy, shapes, **how)
         assert found < 1e-5, (name, found)
         print(f"{name} holds", flush=True)
     for name, check in CHECKS.items():

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,34 +43,34 @@ def independent(bands: int, size: int, device: str) -> Step:
     return lambda: gradient.add_(torch.randn(size, device=device), alpha=SCALE)
 
 
-def bandmf_torch(bands: int, size: int, device: str) -> Step:
+def bandmf_torch(bands: int, size: int, device: str, kernels: str | None = None) -> Step:
     import torch
 
     from bandmf.strategies import BandedToeplitz
     from bandmf.torch import Engine
 
-    engine = Engine(BandedToeplitz(coefficients(bands), 100_000))
+    engine = Engine(BandedToeplitz(coefficients(bands), 100_000), kernels=kernels)
     gradient = torch.zeros(size, device=device)
     state = engine.init({"w": gradient})
     return lambda: engine.add(state, {"w": gradient}, SCALE)
 
 
-def bandmf_numpy(bands: int, size: int, device: str) -> Step:
+def bandmf_numpy(bands: int, size: int, device: str, kernels: str | None = None) -> Step:
     from bandmf.noise import NumpyEngine
     from bandmf.strategies import BandedToeplitz
 
-    engine = NumpyEngine(BandedToeplitz(coefficients(bands), 100_000))
+    engine = NumpyEngine(BandedToeplitz(coefficients(bands), 100_000), kernels=kernels)
     gradient, state = np.zeros(size, np.float32), engine.init({"w": (size,)})
     return lambda: engine.add(state, {"w": gradient}, SCALE)
 
 
-def bandmf_jax(bands: int, size: int, device: str) -> Step:
+def bandmf_jax(bands: int, size: int, device: str, kernels: str | None = None) -> Step:
     import jax.numpy as jnp
 
     from bandmf.jax import Engine
     from bandmf.strategies import BandedToeplitz
 
-    engine = Engine(BandedToeplitz(coefficients(bands), 100_000))
+    engine = Engine(BandedToeplitz(coefficients(bands), 100_000), kernels=kernels)
     return _jax_step(
         lambda gradient, state: engine.add(state, gradient, SCALE),
         {"w": jnp.zeros(size)},
@@ -124,6 +125,10 @@ CASES: dict[str, tuple[Callable[[int, int, str], Step], str]] = {
     BANDMF: (bandmf_torch, "torch"),
     "bandmf, NumPy": (bandmf_numpy, "numpy"),
     "bandmf, JAX": (bandmf_jax, "jax"),
+    # The paths that are taken where the native library is missing.
+    "bandmf, torch operations": (partial(bandmf_torch, kernels="torch"), "torch"),
+    "bandmf, NumPy operations": (partial(bandmf_numpy, kernels="numpy"), "numpy"),
+    "bandmf, JAX operations": (partial(bandmf_jax, kernels="xla"), "jax"),
     "torch, roll": (torch_roll, "torch"),
     "jax_privacy": (jax_privacy, "jax_privacy"),
 }

@@ -96,8 +96,9 @@ def privatize(
     )
 
     def init(params: Any) -> PrivateState:
-        nothing = jnp.zeros(WORDS, jnp.uint32)
-        return PrivateState(engine.init(params), nothing, nothing, plan.digest, clip_norm)
+        # Two arrays, not one twice: a buffer can be donated once.
+        provenance, found = (jnp.zeros(WORDS, jnp.uint32) for _ in range(2))
+        return PrivateState(engine.init(params), provenance, found, plan.digest, clip_norm)
 
     def update(
         updates: Any, state: PrivateState, params: Any = None, *, secret: Secret | None = None, **_: Any

@@ -18,14 +18,17 @@ import numpy as np
 
 from bandmf import _check
 from bandmf._deprecated import renamed_arguments
-from bandmf.noise import checks
+from bandmf.native.library import chosen, threads
+from bandmf.noise import checks, native
 from bandmf.noise.normals import Float32, Source, chunks
 from bandmf.noise.provenance import Provenance
+from bandmf.noise.region import Region
 from bandmf.noise.schedule import Schedule, Step
 from bandmf.randomness.key import Key
 from bandmf.strategies.base import Strategy
 
 S = TypeVar("S")
+KERNELS = ("native", "numpy")
 DTYPES = (np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16))
 
 
@@ -68,7 +71,8 @@ class NumpyEngine:
     `max_vectors` caps it (`plan.max_vectors`, for a plan with a memory limit). A banded inverse draws past z
     again and keeps nothing; `kept_inputs` of the last z are kept instead (None: all that it needs and that fit
     in `max_vectors`), which takes as many vectors and saves as many draws a step.
-    `cipher_rounds=12` is a weaker, faster cipher on GPUs (on the CPU 20 is the fast one).
+    `cipher_rounds=12` is a weaker, faster cipher (in NumPy, 20 is the fast one). `kernels` is "native" (the C library,
+    on all cores) or "numpy" (one core); None takes the first where it is there.
     """
 
     @renamed_arguments(rounds="cipher_rounds")
@@ -81,7 +85,9 @@ class NumpyEngine:
         lookahead: int | None = None,
         max_vectors: int | None = None,
         kept_inputs: int | None = 0,
+        kernels: str | None = None,
     ) -> None:
+        self._native = chosen(_check.choice("kernels", kernels, (None, *KERNELS)))
         self.schedule = Schedule(strategy, lookahead, max_vectors=max_vectors, kept_inputs=kept_inputs)
         self.key = Key() if key is None else key
         self.cipher_rounds = cipher_rounds
@@ -111,7 +117,12 @@ class NumpyEngine:
         for name, tensor in state.provenance.tensors.items():
             gradient = gradients[name]
             flat = gradient.reshape(-1)  # a copy where the gradient is not contiguous
-            advance(self._source, step, tensor, state.history[name], state.prepared[name], flat, scale)
+            vectors = state.history[name], state.prepared[name]
+            if self._native:
+                address = flat.ctypes.data, flat.dtype.name
+                self._kernels(tensor, *vectors).step(step, [address], scale, threads())
+            else:
+                advance(self._source, step, tensor, *vectors, flat, scale)
             if not np.shares_memory(flat, gradient):
                 gradient[...] = flat.reshape(gradient.shape)
             state.dtypes[name] = gradient.dtype
@@ -127,8 +138,18 @@ class NumpyEngine:
             return
         matrix = self.schedule.pass_matrix(base)
         for name, prepared in state.prepared.items():
-            np.matmul(matrix, state.history[name][: matrix.shape[1]], out=prepared)
+            history = state.history[name]
+            if self._native:
+                places = native.Memory.of(history), native.Memory.of(prepared)
+                self._kernels(0, history, prepared).prepare(matrix, *places, prepared.shape[1], threads())
+            else:
+                np.matmul(matrix, history[: matrix.shape[1]], out=prepared)
         state.refreshed = base
+
+    def _kernels(self, tensor: int, history: Float32, prepared: Float32) -> native.Kernels:
+        region = Region.span(0, history.shape[1])
+        part = native.Part(tensor, region, native.Memory.of(history), native.Memory.of(prepared))
+        return native.Kernels(self.key.derive("noise").secret, self.cipher_rounds, [part])
 
     def _check(self, state: State, gradients: Mapping[str, Any]) -> None:
         shapes = dict(state.provenance.shapes)
@@ -143,8 +164,13 @@ class NumpyEngine:
                 )
             checks.check_gradient(name, gradient.shape, shape, gradient.dtype, state.dtypes.get(name), DTYPES)
         for name in shapes:
-            if not finite(gradients[name]):
+            if not self._finite(gradients[name]):
                 raise checks.not_finite(name)
+
+    def _finite(self, gradient: np.ndarray) -> bool:
+        if self._native and gradient.flags.c_contiguous:
+            return native.finite(gradient.ctypes.data, gradient.dtype.name, gradient.size, threads())
+        return finite(gradient)
 
     def state_dict(self, state: State) -> dict[str, Any]:
         """What a restart needs: arrays and plain values. The key is not in it, only its fingerprint.

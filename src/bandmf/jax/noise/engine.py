@@ -9,39 +9,56 @@ compiled code a step past the last planned one yields NaN instead of noise, so i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh
 
 from bandmf import _check
 from bandmf._deprecated import renamed_arguments
-from bandmf.jax.noise.sharding import Layout, flat_layout, layout_of, white
-from bandmf.jax.noise.tables import table
+from bandmf.jax.noise import native_executor, triton_executor
+from bandmf.jax.noise.executor import Executor, Vectors
+from bandmf.jax.noise.kernel_executor import KernelExecutor
+from bandmf.jax.noise.sharding import Layout, everywhere, flat_layout, layout_of
+from bandmf.jax.noise.tables import Table, table
+from bandmf.jax.noise.xla_executor import XlaExecutor
 from bandmf.noise import checks
 from bandmf.noise.provenance import Provenance
 from bandmf.noise.schedule import Schedule
 from bandmf.randomness import chacha
 from bandmf.randomness.key import Key
-from bandmf.strategies.base import BufferRecurrence, InputRecurrence, Strategy
+from bandmf.strategies.base import Strategy
 
 DTYPES = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16", "float64"))
+KERNELS = ("native", "triton", "xla")
+_CUDA = ("gpu", "cuda")  # what JAX calls such a device
 Array = jax.Array
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("step", "history"), meta_fields=("provenance",))
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("step", "history", "prepared", "refreshed", "coefficients"),
+    meta_fields=("provenance",),
+)
 @dataclass(frozen=True)
 class State:
-    """The state of a run, a pytree: the number of steps taken and the vectors that later noise needs."""
+    """The state of a run, a pytree: the number of steps taken and the vectors that later noise needs.
+
+    Step and history say everything. The others are made from them and the engine, and are never saved: sums for the
+    next steps, the step at whose start these were prepared, and the strategy's coefficients, which are arrays of the
+    state so that they are not constants of every program.
+    """
 
     step: Array
     history: dict[str, Array]
     provenance: Provenance
+    prepared: dict[str, Array] = field(default_factory=dict)
+    refreshed: Array | int = -1
+    coefficients: Table | None = None
 
 
 class Engine:
@@ -63,6 +80,8 @@ class Engine:
     A banded inverse draws past z again and keeps nothing; `kept_inputs` of the last z are kept instead (None: all
     that it needs and that fit in `max_vectors`), which takes as many vectors and saves as many draws a step.
     Gradients may be any pytree of arrays; its leaves are named by their path, "layer.weight".
+    `kernels` is "native" (the C library, on CPUs), "triton" (fused kernels through jax_triton, on GPUs) or "xla" (any
+    device, without look-ahead); None takes what is there for the device. `lookahead` is as for `NumpyEngine`.
     """
 
     @renamed_arguments(rounds="cipher_rounds")
@@ -72,15 +91,23 @@ class Engine:
         key: Key | None = None,
         *,
         cipher_rounds: int = 20,
+        lookahead: int | None = None,
         max_vectors: int | None = None,
         kept_inputs: int | None = 0,
         mesh: Mesh | None = None,
+        kernels: str | None = None,
     ) -> None:
-        self.schedule = Schedule(strategy, lookahead=1, max_vectors=max_vectors, kept_inputs=kept_inputs)
+        executor = _executor(kernels, mesh)
+        if not executor.looks_ahead:
+            lookahead = _check.whole(
+                "lookahead", lookahead or 1, 1, 1, "1 (kernels='xla' does not look ahead)"
+            )
+        self.schedule = Schedule(strategy, lookahead, max_vectors=max_vectors, kept_inputs=kept_inputs)
         _check.whole("steps", self.schedule.steps, 1, 2**31 - 1, "2^31 - 1 (the step is 32 bits in JAX)")
         self.key = Key() if key is None else key
         self.cipher_rounds = _check.choice("cipher_rounds", cipher_rounds, chacha.CIPHER_ROUNDS)
         self._mesh = mesh
+        self._executor: Executor = executor(self.schedule, cipher_rounds)
         self._provenance = Provenance.of(self.schedule, self.key, cipher_rounds, {})
         self._table = table(self.schedule)
         self._layouts: dict[str, Layout] = {}
@@ -99,7 +126,17 @@ class Engine:
             self._compiled = jax.jit(self._add)  # what was compiled before knows other layouts
         self._layouts, self._dtypes = layouts, {}
         history = {name: layout.zeros(self.schedule.slots) for name, layout in layouts.items()}
-        return State(jnp.zeros((), jnp.int32), history, provenance)
+        return self._whole(jnp.zeros((), jnp.int32), history, provenance)
+
+    def _whole(self, step: Array, history: dict[str, Array], provenance: Provenance) -> State:
+        """A state with nothing prepared."""
+        ahead = self.schedule.vectors - self.schedule.slots
+        prepared = {name: layout.zeros(ahead) for name, layout in self._layouts.items()}
+        # On every device of the layouts from the start: a program that was compiled for it would be compiled again.
+        step, refreshed, coefficients = everywhere(
+            (step, jnp.full((), -1, jnp.int32), Table(*map(jnp.array, self._table))), self._layouts.values()
+        )
+        return State(step, history, provenance, prepared, refreshed, coefficients)
 
     def noise_key(self) -> Array:
         """The key words of the noise, for `add`."""
@@ -120,66 +157,28 @@ class Engine:
         return (self._add if inside else self._compiled)(state, gradients, scale, noise_key)
 
     def _add(self, state: State, gradients: Any, scale: Any, noise_key: Array) -> tuple[Any, State]:
-        feeds, weights = self._coefficients(state.step)
-        leaves, history, noisy = named(gradients), {}, {}
-        newest, drawn = self._white(state.step, feeds, noise_key)
-        for name, past in state.history.items():
-            y, history[name] = self._advance(state.step, newest[name], drawn[name], weights, past)
-            noise = self._layouts[name].to_gradient(y)
-            wide = jnp.promote_types(leaves[name].dtype, jnp.float32)
-            sum_ = leaves[name].astype(wide) + jnp.asarray(scale, wide) * noise.astype(wide)
-            noisy[name] = sum_.astype(leaves[name].dtype)
+        leaves = named(gradients)
+        table = Table(*map(jnp.asarray, self._table)) if state.coefficients is None else state.coefficients
+        refreshed = jnp.asarray(state.refreshed, jnp.int32)
+        vectors = Vectors(state.step, refreshed, table, state.history, state.prepared)
+        noisy, after = self._executor.advance(
+            self._layouts, vectors, leaves, jnp.asarray(scale, jnp.float32), noise_key
+        )
         structure = jax.tree_util.tree_structure(gradients)
         result = jax.tree_util.tree_unflatten(structure, [noisy[name] for name in leaves])
-        return result, State(state.step + 1, history, state.provenance)
-
-    def _coefficients(self, step: Array) -> tuple[Array, Array]:
-        """Feeds and weights of this step; NaN past the last one."""
-        row = jnp.searchsorted(jnp.asarray(self._table.starts), step, side="right") - 1
-        feeds = jnp.asarray(self._table.feeds)[row]
-        valid = step < self.schedule.steps
-        return jnp.where(valid, feeds, jnp.nan), jnp.asarray(self._table.weights)[row]
-
-    def _white(
-        self, step: Array, feeds: Array, noise_key: Array
-    ) -> tuple[dict[str, Array], dict[str, Array]]:
-        """z of the step, and the sum of all its draws, for every tensor."""
-
-        def z(r: Array | int) -> dict[str, Array]:
-            return white(self._layouts, noise_key, step - r, self.cipher_rounds)
-
-        def fed(r: Array | int, drawn: dict[str, Array]) -> dict[str, Array]:
-            return {name: feeds[r] * value for name, value in drawn.items()}
-
-        def more(r: Array, total: dict[str, Array]) -> dict[str, Array]:
-            return lax.cond(feeds[r] != 0, lambda: jax.tree.map(jnp.add, total, fed(r, z(r))), lambda: total)
-
-        newest = z(0)
-        first = 1 + self.schedule.kept_inputs  # past z that is not kept is drawn again, where it is needed
-        if first >= len(feeds):
-            return newest, fed(0, newest)
-        return newest, lax.fori_loop(first, len(feeds), more, fed(0, newest))
-
-    def _advance(
-        self, step: Array, newest: Array, white: Array, weights: Array, history: Array
-    ) -> tuple[Array, Array]:
-        """y and the next history."""
-        slots = self.schedule.slots
-        if slots == 0:
-            return white, history
-        if isinstance(self.schedule.recurrence, BufferRecurrence):
-            decays = jnp.asarray(self.schedule.recurrence.decays, jnp.float32)
-            y = white + _combine(weights, history)
-            return y, decays.reshape(-1, *[1] * y.ndim) * history + y
-        age = (step - 1 - jnp.arange(slots)) % slots  # of the vector in each slot, counted from the newest
-        y = white + _combine(weights[age], history)
-        kept = newest if isinstance(self.schedule.recurrence, InputRecurrence) else y
-        return y, lax.dynamic_update_index_in_dim(history, kept, step % slots, 0)
+        return result, State(
+            after.step, after.history, state.provenance, after.prepared, after.refreshed, after.table
+        )
 
     def _check(self, state: State, gradients: Any) -> None:
         self._provenance.expect(state.provenance)
         leaves, shapes = named(gradients), dict(state.provenance.shapes)
         checks.check_names(shapes, leaves)
+        rows = self.schedule.vectors - self.schedule.slots
+        if rows and (
+            set(state.prepared) != set(shapes) or any(len(p) != rows for p in state.prepared.values())
+        ):
+            raise ValueError("state: has no prepared sums for this engine; begin with this engine's init")
         if set(self._layouts) != set(shapes):
             raise ValueError("state: was made by another engine; begin with this engine's init")
         for name, shape in shapes.items():
@@ -214,12 +213,22 @@ class Engine:
         history = {}
         for name, value in state.history.items():
             history[name] = self._layouts[name].load(saved["history"][name], value)
-        return State(jnp.asarray(step, jnp.int32), history, state.provenance)
+        return self._whole(jnp.asarray(step, jnp.int32), history, state.provenance)
 
 
-def _combine(weights: Array, history: Array) -> Array:
-    """sum_s weights_s history[s]."""
-    return jnp.sum(weights.reshape(-1, *[1] * (history.ndim - 1)) * history, axis=0)
+def _executor(kernels: str | None, mesh: Mesh | None) -> type[KernelExecutor] | type[XlaExecutor]:
+    """What takes the steps."""
+    chosen = _check.choice("kernels", kernels, (None, *KERNELS))
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    if chosen == "native" and not native_executor.registered():
+        raise RuntimeError("kernels='native': the native library is not there; see the log, or use 'xla'")
+    if chosen == "triton" and not triton_executor.available():
+        raise RuntimeError("kernels='triton': needs jax_triton; pip install 'bandmf[jax-cuda]', or use 'xla'")
+    if chosen == "native" or (chosen is None and platform == "cpu" and native_executor.registered()):
+        return native_executor.NativeExecutor
+    if chosen == "triton" or (chosen is None and platform in _CUDA and triton_executor.available()):
+        return triton_executor.TritonExecutor
+    return XlaExecutor
 
 
 def named(tree: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ noise from a flat history moves once, to where the gradient lies.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ class Layout:
     stored: Shape
     mesh: Mesh | None = None
     spec: PartitionSpec = REPLICATED
+    flat: bool = False
 
     def zeros(self, slots: int) -> Array:
         """An empty history, made where it will lie."""
@@ -60,6 +61,11 @@ class Layout:
         """The mesh axes that each dimension is cut over."""
         entries = [*self.spec, *[None] * (len(self.stored) - len(self.spec))]
         return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
+
+    @property
+    def holds_gradient(self) -> bool:
+        """Whether vectors have the gradient's own shape, and lie where it lies."""
+        return self.stored == self.shape and (self.mesh is None or not self.flat)
 
     def to_gradient(self, y: Array) -> Array:
         """Noise in the gradient's shape; from a flat history this is the one move between devices."""
@@ -95,15 +101,27 @@ def layout_of(leaf: Any, shape: Shape) -> Layout:
     """The layout of an array: its own sharding, where that is over a mesh."""
     sharding = getattr(leaf, "sharding", None)
     if isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated:
-        whole = (*sharding.spec, *[None] * (len(shape) - len(sharding.spec)))
-        return Layout(shape, shape, sharding.mesh, PartitionSpec(*whole))  # type: ignore[arg-type]
+        cut = [k + 1 for k, axes in enumerate(sharding.spec) if axes]
+        # As XLA writes it, or what comes out of a step would look like another sharding, and be compiled again.
+        return Layout(shape, shape, sharding.mesh, PartitionSpec(*sharding.spec[: max(cut)]))  # type: ignore[arg-type]
     return Layout(shape, shape)
 
 
 def flat_layout(shape: Shape, mesh: Mesh) -> Layout:
     """One flat vector cut evenly over all devices of a mesh, padded so that the cut is even."""
     each = -(-math.prod(shape) // mesh.size)
-    return Layout(shape, (each * mesh.size,), mesh, PartitionSpec(tuple(mesh.axis_names)))
+    return Layout(shape, (each * mesh.size,), mesh, PartitionSpec(tuple(mesh.axis_names)), flat=True)
+
+
+def everywhere(tree: Any, layouts: Iterable[Layout]) -> Any:
+    """Small arrays on every device of the mesh that vectors lie on; as they are, where there is none.
+
+    Nor with explicit shardings: those would spread from them to vectors that lie elsewhere.
+    """
+    meshes = {layout.mesh for layout in layouts if layout.mesh is not None}
+    if len(meshes) != 1 or _explicit(mesh := meshes.pop()):
+        return tree
+    return jax.device_put(tree, NamedSharding(mesh, REPLICATED))
 
 
 def _explicit(mesh: Mesh) -> bool:
@@ -143,4 +161,4 @@ def _box(tensor: int, whole: Shape, local: Shape, blocks: list[Any]) -> Spans:
         index = jnp.arange(local[k], dtype=jnp.uint32)
         moved = advance((starts[0][:, None], starts[1][:, None]), index[None, :], strides[k])
         starts = moved[0].reshape(-1), moved[1].reshape(-1)
-    return Spans(tensor, starts, math.prod(local[cut:]))
+    return Spans(tensor, starts, math.prod(local[cut:]), whole=local == whole)

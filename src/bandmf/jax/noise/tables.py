@@ -6,12 +6,10 @@ Rows that repeat are kept once: a banded Toeplitz strategy of a million steps ne
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from bandmf.noise.normals import Float32
 from bandmf.noise.schedule import Schedule
 from bandmf.strategies.base import BufferRecurrence, OutputRecurrence, Strategy
 
@@ -19,11 +17,14 @@ _BLOCK = 1 << 14
 
 
 class Table(NamedTuple):
-    """Row k holds for the steps from starts[k] on: y = feeds . (z_i, z_{i-1}, ...) + weights . past."""
+    """Row k holds for the steps from starts[k] on: y = feeds . (z_i, z_{i-1}, ...) + weights . past.
 
-    starts: npt.NDArray[np.int32]
-    feeds: Float32
-    weights: Float32
+    Arrays of NumPy, or of JAX in a state.
+    """
+
+    starts: Any  # int32, (rows,)
+    feeds: Any  # float32, (rows, draws)
+    weights: Any  # float32, (rows, vectors)
 
 
 def table(schedule: Schedule) -> Table:

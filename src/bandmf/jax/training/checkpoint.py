@@ -71,16 +71,15 @@ def restore(run: Run, tree: Any) -> Any:
     contents = json.loads((found[-1] / CONTENTS).read_bytes())
     leaves, state = _parts(tree)
     own = known.run_id == run.run_id
-    history = _history(state) if own else {}
+    history = _history(state)
     _check_shapes(contents["shapes"], leaves, history)
     read = _read(found[-1], contents["shapes"], leaves | history)
     if own:
         provenance = Provenance.loads(contents["noise"])
         state.noise.provenance.expect(provenance, shapes=True)
         noise = replace(state.noise, history={name: read[_PREFIX + name] for name in state.noise.history})
-        state = replace(
-            state, noise=replace(noise, step=jnp.asarray(known.step, jnp.int32)), provenance=run.words
-        )
+        noise = replace(noise, step=jnp.asarray(known.step, jnp.int32))
+        state = replace(state, noise=noise, provenance=run.words.copy() if known.step else state.provenance)
         plain = {name: _xor(state, _PREFIX + name, run.key, contents["salt"]) for name in state.noise.history}
         state = replace(state, noise=replace(state.noise, history=plain))
         run.steps_taken = known.step
@@ -158,17 +157,14 @@ def _read(folder: Path, shapes: dict[str, Any], wanted: dict[str, Any]) -> dict[
     }
     if not like:
         return wanted
-    # All that the checkpoint holds must be named; what is not wanted is left where it is.
-    other = {places[name]: ... for name, shape in shapes.items() if name not in wanted and 0 not in shape}
     with _orbax() as orbax:
-        found = orbax.restore((folder / ARRAYS).absolute(), like | _placeholders(other), strict=False)
-    return {name: found.get(places[name], leaf) for name, leaf in wanted.items()}
+        found = orbax.restore((folder / ARRAYS).absolute(), like, strict=False)
+    return {name: _as_free(found.get(places[name], leaf), leaf) for name, leaf in wanted.items()}
 
 
-def _placeholders(names: dict[str, Any]) -> dict[str, Any]:
-    import orbax.checkpoint as ocp
-
-    return dict.fromkeys(names, ocp.PLACEHOLDER)
+def _as_free(found: Any, like: Any) -> Any:
+    """An array that is bound to its device only where the other is: a program is another one for arrays that are."""
+    return found if like.committed else jnp.asarray(np.asarray(found))
 
 
 def _check_shapes(saved: dict[str, Any], leaves: dict[str, Any], history: dict[str, Any]) -> None:
@@ -215,4 +211,4 @@ def _xor(state: PrivateState, name: str, key: Key, salt: str) -> Any:
         assert index is not None
         return parts[tuple(one.indices(size) for one, size in zip(index, vectors.shape, strict=True))]
 
-    return jax.make_array_from_callback(vectors.shape, vectors.sharding, part_at)
+    return _as_free(jax.make_array_from_callback(vectors.shape, vectors.sharding, part_at), vectors)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from bandmf.jax.privatize import Secret, private_states
+from bandmf.jax.privatize import PrivateState, Secret, private_states
 from bandmf.jax.training.batches import Rows, Source
 from bandmf.randomness.stream import Indices
 
@@ -46,7 +46,7 @@ class Programs:
     """Those of a run, each compiled once."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, tuple[Program, Callable[..., Any]]] = {}
+        self._known: dict[Any, Program] = {}
 
     def compiled(
         self, advance: Callable[..., Any], chunk: Chunk, carry: tuple[Any, ...], secret: Secret
@@ -55,13 +55,30 @@ class Programs:
         given = (secret, chunk.rows, carry)
         leaves, structure = jax.tree.flatten(given)
         kinds = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in map(jnp.asarray, leaves))
-        known = id(advance), structure, kinds
+        known = advance, structure, kinds
         if known not in self._known:
             lowered = jax.jit(_scan(advance), donate_argnums=2).lower(*given)
             identity = hashlib.sha256(lowered.as_text().encode()).digest()
-            # `advance` is kept, so that no other function gets its id.
-            self._known[known] = Program(lowered.compile(), identity), advance
-        return self._known[known][0]
+            self._known[known] = Program(lowered.compile(), identity)
+        return self._known[known]
+
+
+def as_stored(carry: Any) -> Any:
+    """What goes into a chunk, as a checkpoint would give it again: with types that are not promoted."""
+    return jax.tree.map(
+        lambda leaf: leaf.astype(leaf.dtype) if getattr(leaf, "weak_type", False) else leaf, carry
+    )
+
+
+def deciding(carry: Any) -> Any:
+    """What decides the result of a chunk: not the sums that are computed again, nor the digest of the last step."""
+
+    def kept(node: Any) -> Any:
+        if not isinstance(node, PrivateState):
+            return node
+        return node.step, node.noise.history, node.provenance
+
+    return jax.tree.map(kept, carry, is_leaf=lambda node: isinstance(node, PrivateState))
 
 
 def _scan(advance: Callable[..., Any]) -> Callable[..., Any]:

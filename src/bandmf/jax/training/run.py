@@ -78,7 +78,7 @@ class Run:
         )  # by its constructor, which checks everything again; and nothing is cached
         self.folder = None if folder is None else Path(folder)
         self.processes = Processes()
-        self._same_plan()
+        self._same_everywhere("plan", self.plan.digest)
         self._opened = Opened(self.folder, key, moved, self.processes)
         self.run_id = self._opened.run_id
         self.sampler = sampler(self.plan, self._opened.run_key, examples)
@@ -96,15 +96,16 @@ class Run:
         self._examine = jax.jit(lambda total, seeds: (digest(total, seeds), all_finite(total)))
         self._programs = chunks.Programs()
 
-    def _same_plan(self) -> None:
-        digests = self.processes.gather(self.plan.digest)
-        if odd := [rank for rank, other in enumerate(digests) if other != digests[0]]:
-            raise _check.fail(
-                "plan",
-                digests[odd[0]],
-                f"process 0 has {digests[0]!r}",
-                "plan once, and load that plan everywhere",
-            )
+    def _same_everywhere(self, name: str, value: Any) -> None:
+        """Refuse processes that would train differently."""
+        for rank, other in enumerate(self.processes.gather(value)):
+            if other != value:
+                raise _check.fail(
+                    name,
+                    value,
+                    f"process {rank} has {other!r}",
+                    "give all processes the same; plan once, and load it",
+                )
 
     # --- where it is --------------------------------------------------------------------------------------
 
@@ -221,9 +222,10 @@ class Run:
             raise ValueError("chunk: is not the one at hand; release the chunks of run.chunks in their order")
         state = self._state_in(carry)
         self._begin(state)
-        secret = self._words.secret(self.plan, chunk.step, digests=True)
+        secret, carry = self._words.secret(self.plan, chunk.step, digests=True), chunks.as_stored(carry)
         program = self._programs.compiled(advance, chunk, carry, secret)
-        inputs = self._words.digest((carry, chunk.rows)) + program.identity + chunk.indices
+        decides = chunks.deciding(carry), chunk.rows
+        inputs = self._words.digest(decides) + program.identity + chunk.indices
         self.on_ledger(lambda ledger: ledger.reserve(chunk.step, chunk.count, inputs))
         self._steps_spent = max(self._steps_spent, chunk.step + chunk.count)
         result, digests = program.run(secret, chunk.rows, carry)
@@ -274,6 +276,7 @@ class Run:
                 "clip_norm": state.clip_norm, "per_layer": False, "sampler": self.sampler.provenance,
                 "examples": self.sampler.examples,
             }  # fmt: skip
+            self._same_everywhere("clip_norm", state.clip_norm)
             self._opened.begin(provenance, self.plan)
             self._begun = state.clip_norm
             self._steps_spent = self.on_ledger(lambda ledger: ledger.steps_spent)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from bandmf import _check
 from bandmf._deprecated import renamed_arguments
+from bandmf.native.library import chosen
 from bandmf.noise import checks
 from bandmf.noise.provenance import Provenance
 from bandmf.noise.schedule import INNER, Schedule, Step
@@ -19,12 +20,13 @@ from bandmf.randomness.key import Key
 from bandmf.strategies.base import Strategy
 from bandmf.torch.noise import shards
 from bandmf.torch.noise.executor import Executor, Slice, Vectors
+from bandmf.torch.noise.native_executor import NativeExecutor
 from bandmf.torch.noise.shards import Part
 from bandmf.torch.noise.torch_executor import TorchExecutor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ALIGNMENT = 64  # numbers; every history vector starts on a 256-byte boundary
-KERNELS = ("triton", "torch")
+KERNELS = ("triton", "native", "torch")
 
 
 @dataclass
@@ -65,10 +67,10 @@ class Engine:
     plain tensors that are replicated over a process group: each rank then keeps and adds one slice of the
     noise, before the gradients are summed over the group (see bandmf.torch.noise.shards).
     `check_finite=False` saves one read of the gradients and, on CUDA, one synchronization.
-    `kernels` is "triton" or "torch"; None takes Triton on CUDA where it is installed. `max_vectors` caps the
-    memory (`plan.max_vectors`, for a plan with a memory limit). A banded inverse draws past z again and keeps
-    nothing; `kept_inputs` of the last z are kept instead (None: all that it needs and that fit in `max_vectors`),
-    which takes as many vectors and saves as many draws a step.
+    `kernels` is "triton", "native" (the C library, on the CPU) or "torch"; None takes the fastest that is there for
+    each device. `max_vectors` caps the memory (`plan.max_vectors`, for a plan with a memory limit). A banded inverse
+    draws past z again and keeps nothing; `kept_inputs` of the last z are kept instead (None: all that it needs and
+    that fit in `max_vectors`), which takes as many vectors and saves as many draws a step.
     """
 
     @renamed_arguments(rounds="cipher_rounds")
@@ -86,7 +88,7 @@ class Engine:
         kernels: str | None = None,
     ) -> None:
         self._kernels = _check.choice("kernels", kernels, (None, *KERNELS))
-        self._triton = _wants_triton(kernels)
+        self._triton, self._native = _wants_triton(kernels), chosen(kernels)
         inner = INNER["cuda" if self._triton else "cpu"]
         self.schedule = Schedule(strategy, lookahead, inner, max_vectors, kept_inputs)
         self.key = Key() if key is None else key
@@ -130,12 +132,16 @@ class Engine:
         """What takes the steps of this part."""
         # The fused kernels draw spans of coordinates only; Triton on the CPU is its interpreter, for tests.
         fits = part.region.contiguous and (part.device.type == "cuda" or self._kernels == "triton")
-        return "triton" if fits and self._triton else "torch"
+        if fits and self._triton:
+            return "triton"
+        return "native" if part.device.type == "cpu" and self._native else "torch"
 
     def _executor(self, kernels: str, vectors: Vectors) -> Executor:
         secret = self.key.derive("noise").secret
         if kernels == "torch":
             return TorchExecutor(secret, self.cipher_rounds, vectors)
+        if kernels == "native":
+            return NativeExecutor(secret, self.cipher_rounds, vectors)
         from bandmf.torch.noise.triton_executor import TritonExecutor
 
         return TritonExecutor(secret, self.cipher_rounds, vectors)

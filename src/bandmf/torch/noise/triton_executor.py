@@ -11,11 +11,11 @@ import numpy as np
 import torch
 import triton
 
+from bandmf.native.triton_kernels import finite_kernel, joint_step_kernel, pass_kernel, step_kernel
 from bandmf.noise.normals import GROUP
 from bandmf.noise.schedule import INNER, MAX_LOOKAHEAD, Step
 from bandmf.torch.noise import chacha
 from bandmf.torch.noise.executor import Slice, Vectors
-from bandmf.torch.noise.triton_kernels import finite_kernel, joint_step_kernel, pass_kernel, step_kernel
 
 GROUPS = 1  # groups per program of the step kernel: 64 lanes of ChaCha
 STEP_WARPS = 2  # so one lane for each thread

@@ -45,7 +45,7 @@ def step_kernel(
 ):
     """One slice, whose numbers are arguments: a fifth faster than looking them up."""
     program = tl.program_id(0).to(tl.int64)
-    _step(
+    step_part(
         program, gradient, history, prepared, size, shift, first_group, tensor, table, key, stride,
         prepared_stride, step, scale, width, reads, draws, store, decays, forward,
         AHEAD, FORWARD, REDRAW, STORE_INPUT, BUFFERED, CIPHER_ROUNDS, GROUPS,
@@ -92,7 +92,7 @@ def joint_step_kernel(
         prepared += row * tl.cast(prepared_stride, tl.int64)
     size, first_group, tensor = tl.load(mine + 3), tl.load(mine + 5), tl.load(mine + 6)
     program = tl.program_id(0) - tl.load(mine + 7)
-    _step(
+    step_part(
         program, gradient, history, prepared, size, shift, first_group, tensor, table, key, stride,
         prepared_stride, step, scale, width, reads, draws, store, decays, forward,
         AHEAD, FORWARD, REDRAW, STORE_INPUT, BUFFERED, CIPHER_ROUNDS, GROUPS,
@@ -100,7 +100,7 @@ def joint_step_kernel(
 
 
 @triton.jit
-def _step(
+def step_part(
     program,
     gradient,
     history,
@@ -220,7 +220,29 @@ def pass_kernel(
     COLUMNS: tl.constexpr,
 ):
     """prepared[rows, :] = matrix @ history[slots, :]."""
-    place = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    pass_block(
+        tl.program_id(0).to(tl.int64), prepared, history, matrix, size, stride, prepared_stride, rows, slots, depth,
+        ROWS, DEPTH, COLUMNS,
+    )  # fmt: skip
+
+
+@triton.jit
+def pass_block(
+    block,
+    prepared,
+    history,
+    matrix,
+    size,
+    stride,
+    prepared_stride,
+    rows,
+    slots,
+    depth,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    place = block * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for begin in range(0, depth, DEPTH):

@@ -1,0 +1,56 @@
+"""Private training in JAX over a mesh: eight virtual devices, and two real processes, train as one device does."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from children import HERE, environment
+
+CLAIMS = [
+    "data-parallel", "data-parallel in microbatches", "no collective", "flat over all devices", "steps taken at once",
+    "an eighth each", "restart on one device", "restart on eight devices, flat", "two processes, restarted,",
+]  # fmt: skip
+SCRIPT = HERE / "jax_mesh_training.py"
+
+
+def flags(devices):
+    # Nearly all of the time is compilation, so let LLVM try less hard: what is computed stays the same.
+    return f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mesh")
+    env = environment(JAX_PLATFORMS="cpu", XLA_FLAGS=flags(8))
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "one", folder], env=env, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    return done.stdout + two_processes(folder)
+
+
+def two_processes(folder):
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = str(probe.getsockname()[1])
+    env = environment(JAX_PLATFORMS="cpu", XLA_FLAGS=flags(4))
+    started = [
+        subprocess.Popen(
+            [sys.executable, SCRIPT, "two", folder, str(rank), port],
+            env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    outputs = [child.communicate(timeout=400) for child in started]
+    for child, (out, error) in zip(started, outputs, strict=True):
+        assert child.returncode == 0, out + error[-3000:]
+    return outputs[0][0]
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_training_over_a_mesh(output, claim):
+    assert f"{claim} holds" in output

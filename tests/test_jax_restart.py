@@ -1,0 +1,270 @@
+"""run.save and run.restore: a run that was killed is the run that was not, and a checkpoint shows no noise."""
+
+from __future__ import annotations
+
+import json
+import stat
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import jax_training as tiny
+from bandmf import Key
+from bandmf.jax import Run
+from bandmf.jax.privatize import private_states
+from bandmf.ledger import checkpoints, seal
+from children import HERE, environment
+from jax_training import STEPS, Training, data, flat, open_run
+from training import same_run
+
+
+def history(state):
+    (private,) = private_states(state)
+    return {name: np.asarray(vectors) for name, vectors in private.noise.history.items()}
+
+
+def saved(folder, until=6, **more):
+    """A run in this folder with a checkpoint after so many steps; its training and what was saved."""
+    plan = tiny.plan(**more)
+    run, training = open_run(plan, folder), Training(plan, optax.adam(0.1))
+    weights, state = training.steps(run, *training.begin(), until=until)
+    run.save((weights, state))
+    run.close()
+    return plan, training, weights, state
+
+
+@pytest.mark.parametrize("until", [1, 5, 6, 11])
+@pytest.mark.parametrize("bands", [4, 9])
+def test_a_run_goes_on_where_its_checkpoint_was(tmp_path, until, bands):
+    more = {"bands": bands, "batch_size": 6}
+    with same_run():
+        plan, training, weights, state = saved(tmp_path / "run", until, **more)
+        expected = training.whole(open_run(plan))
+    again = open_run(plan, tmp_path / "run")
+    found, restored = again.restore(training.begin())
+    np.testing.assert_array_equal(flat(found), flat(weights))
+    for name, vectors in history(state).items():
+        np.testing.assert_array_equal(history(restored)[name], vectors)
+    assert again.steps_taken == until
+    assert again.spent() == pytest.approx(plan.spent_after(until))
+    found, _ = training.steps(again, found, restored)
+    np.testing.assert_array_equal(flat(found), flat(expected))
+    assert again.ledger.replays == 0
+
+
+def test_a_run_killed_ten_times_is_the_run_that_was_not(tmp_path):
+    done = subprocess.run(
+        [sys.executable, HERE / "jax_killed_training.py", tmp_path, "10"],
+        # Nearly all of the time is compilation, so let LLVM try less hard.
+        env=environment(JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_backend_optimization_level=0"),
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert sum(json.loads(done.stdout).values()) >= 8
+    clean, killed = (np.load(tmp_path / kind / "final.npy") for kind in ("clean", "killed"))
+    np.testing.assert_array_equal(clean, killed)
+
+
+def test_without_a_checkpoint_the_beginning_is_returned(tmp_path):
+    plan = tiny.plan()
+    run, training = open_run(plan, tmp_path), Training(plan)
+    tree = training.begin()
+    assert run.restore(tree) is tree
+    assert run.steps_taken == 0
+
+
+def test_a_restart_from_the_beginning_may_only_repeat(tmp_path):
+    plan, training, *_ = saved(tmp_path)
+    again = open_run(plan, tmp_path)
+    training.steps(again, *training.begin(), until=3)
+    assert again.ledger.replays == 3
+    again.close()
+    other, (weights, state) = open_run(plan, tmp_path), training.begin()
+    moved = jax.tree.map(lambda leaf: leaf + 1, weights)
+    with pytest.raises(ValueError, match="step=0: was released before with another sum"):
+        training.steps(other, moved, state)
+
+
+# --- what is on the disk ----------------------------------------------------------------------------------
+
+
+def every_array(folder):
+    """All arrays of a checkpoint, read without the key."""
+    with ocp.StandardCheckpointer() as reader:
+        return jax.tree.leaves(reader.restore((folder / "arrays").absolute()))
+
+
+def test_a_checkpoint_holds_the_noise_only_encrypted(tmp_path):
+    plan, _, weights, state = saved(tmp_path)
+    (folder,) = seal.checkpoints(tmp_path / "checkpoints")
+    arrays = [np.asarray(leaf) for leaf in every_array(folder)]
+    assert any(np.array_equal(leaf, weights["weight"]) for leaf in arrays)  # the attack can read
+    words = {
+        int(word) for vectors in history(state).values() for word in vectors.reshape(-1).view(np.uint32)
+    } - {0}
+    found = {
+        int(word) for leaf in arrays if leaf.dtype == np.float32 for word in leaf.reshape(-1).view(np.uint32)
+    }
+    assert len(words & found) == 0
+    whole = b"".join(
+        path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != "key"
+    )
+    run = open_run(plan, tmp_path)
+    for secret in (run.key.secret, Key(bytes([9] * 32)).secret, run.key.derive("noise").secret):
+        assert secret not in whole
+
+
+def test_every_checkpoint_is_encrypted_with_another_stream(tmp_path):
+    """The same history twice, XORed, would show nothing but what changed; here it shows noise."""
+    plan, training, _, state = saved(tmp_path)
+    (folder,) = seal.checkpoints(tmp_path / "checkpoints")
+    before = [np.asarray(leaf) for leaf in every_array(folder)]
+    run = open_run(plan, tmp_path)
+    tree = run.restore(training.begin())
+    training.steps(run, *tree, until=7)
+    run.close()
+    again = open_run(plan, tmp_path)
+    tree = again.restore(training.begin())
+    again.save(tree)  # of the same step, as the ledger is longer
+    after = [np.asarray(leaf) for leaf in every_array(seal.checkpoints(tmp_path / "checkpoints")[-1])]
+    shapes = {vectors.shape for vectors in history(state).values()}
+    pairs = [
+        (a, b) for a, b in zip(before, after, strict=True) if a.shape in shapes and a.dtype == np.float32
+    ]
+    assert len(pairs) == 2
+    assert all(np.mean(a.view(np.uint32) != b.view(np.uint32)) > 0.9 for a, b in pairs)
+
+
+def test_only_the_owner_can_read_a_run(tmp_path):
+    saved(tmp_path / "run")
+    for path in [tmp_path / "run", *(tmp_path / "run").rglob("*")]:
+        if path.is_dir():
+            continue
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0 or any(
+            stat.S_IMODE(parent.stat().st_mode) & 0o077 == 0
+            for parent in path.parents
+            if tmp_path in parent.parents
+        ), path
+
+
+def test_a_changed_checkpoint_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    plan, training, *_ = saved(tmp_path)
+    (folder,) = seal.checkpoints(tmp_path / "checkpoints")
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert len(files) > 3
+    monkeypatch.setattr("bandmf.jax.training.checkpoint._read", lambda *_: pytest.fail("was read"))
+    for path in files:
+        contents = path.read_bytes()
+        path.write_bytes(contents[:-1] + bytes([contents[-1] ^ 1]) if contents else b"x")
+        with pytest.raises(ValueError, match="was changed after it was written"):
+            open_run(plan, tmp_path).restore(training.begin())
+        path.write_bytes(contents)
+
+
+def test_the_attack_works_on_a_checkpoint_without_a_seal(tmp_path, monkeypatch):
+    """The planted fault: with verification off, a changed weight arrives."""
+    plan, training, *_ = saved(tmp_path)
+    (folder,) = seal.checkpoints(tmp_path / "checkpoints")
+    contents = json.loads((folder / "contents.json").read_text())
+    contents["salt"] = "0" * 32
+    (folder / "contents.json").write_text(json.dumps(contents))
+    monkeypatch.setattr(seal, "changed", lambda *_: [])
+    run = open_run(plan, tmp_path)
+    run.restore(training.begin())
+    assert run.steps_taken == 6
+
+
+def test_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch):
+    plan = tiny.plan()
+    run, training = open_run(plan, tmp_path), Training(plan)
+    tree = training.steps(run, *training.begin(), until=3)
+    monkeypatch.setattr(checkpoints, "publish", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        run.save(tree)
+    monkeypatch.undo()
+    assert seal.checkpoints(tmp_path / "checkpoints") == []
+    assert run.save(tree).exists()
+
+
+def test_the_last_two_are_kept_and_nothing_is_written_twice(tmp_path):
+    plan = tiny.plan()
+    run, training = open_run(plan, tmp_path), Training(plan)
+    weights, state = training.begin()
+    for until in range(1, 5):
+        weights, state = training.steps(run, weights, state, until=until)
+        assert run.save((weights, state)) == run.save((weights, state))
+    assert len(seal.checkpoints(tmp_path / "checkpoints")) == 2
+
+
+# --- what is refused --------------------------------------------------------------------------------------
+
+
+def test_a_model_of_another_shape_is_refused(tmp_path):
+    plan, training, *_ = saved(tmp_path)
+    run = open_run(plan, tmp_path)
+    weights = {"weight": jnp.zeros((1, 6)), "bias": jnp.zeros(1)}
+    with pytest.raises(ValueError, match=r"shape of .*weight.*: the checkpoint has \(1, 5\)"):
+        run.restore((weights, training.optimizer.init(weights)))
+    with pytest.raises(ValueError, match="is not in the checkpoint"):
+        run.restore({"weights": tiny.first_weights(), "state": training.begin()[1]})
+
+
+def test_saving_in_the_middle_of_a_step_is_refused(tmp_path):
+    plan = tiny.plan()
+    run, training = open_run(plan, tmp_path), Training(plan)
+    tree = training.begin()
+    next(run.batches(data()))
+    with pytest.raises(RuntimeError, match="in the middle of a step"):
+        run.save(tree)
+
+
+def test_a_run_without_a_folder_cannot_be_saved():
+    plan = tiny.plan()
+    run, training = open_run(plan), Training(plan)
+    with pytest.raises(ValueError, match="folder=None: give Run a folder"):
+        run.save(training.begin())
+
+
+def test_a_folder_that_was_copied_is_another_run(tmp_path):
+    import shutil
+
+    plan, training, weights, _ = saved(tmp_path / "run")
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    with pytest.raises(ValueError, match="was moved, copied or restored"):
+        Run(plan, tmp_path / "copy")
+    run = Run(plan, tmp_path / "copy", moved="copied")
+    found, fresh = run.restore(training.begin())
+    np.testing.assert_array_equal(flat(found), flat(weights))
+    assert run.steps_taken == 0
+    assert not any(vectors.any() for vectors in history(fresh).values())
+    training.steps(run, found, fresh)
+    assert run.spent() == pytest.approx(plan.spent_after(6) + plan.spent_after(STEPS))
+
+
+def test_two_processes_cannot_have_one_run(tmp_path):
+    plan = tiny.plan()
+    first, training = open_run(plan, tmp_path), Training(plan)
+    training.steps(first, *training.begin(), until=2)
+    with pytest.raises(RuntimeError, match="another process"):
+        open_run(plan, tmp_path)
+
+
+def test_random_keys_and_numbers_in_the_tree_come_back(tmp_path):
+    plan = tiny.plan()
+    run, training = open_run(plan, tmp_path), Training(plan)
+    more = {"key": jax.random.key(3), "epoch": 7, "half": jnp.ones(3, jnp.bfloat16), "none": None}
+    weights, state = training.begin()
+    run.save((weights, state, more))
+    run.close()
+    again = open_run(plan, tmp_path)
+    *_, found = again.restore((weights, state, {**more, "key": jax.random.key(0), "epoch": 0}))
+    assert int(found["epoch"]) == 7
+    assert found["none"] is None
+    assert found["half"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(*(jax.random.uniform(key, 3) for key in (found["key"], more["key"])))
