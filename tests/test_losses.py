@@ -122,6 +122,37 @@ def test_the_private_criterion_takes_all_tokens_in_a_row():
     torch.testing.assert_close(found, losses.classification(SCORES, LABELS).mean())
 
 
+FLAT = {
+    "a view": (lambda x: x.view(-1, 5), lambda y: y.view(-1)),
+    "reshaped": (lambda x: x.reshape(-1, 5), lambda y: y.reshape(-1)),
+    "flattened": (lambda x: x.flatten(0, 1).float(), lambda y: y.flatten()),
+    "shifted": (lambda x: x[:, :-1].reshape(-1, 5), lambda y: y[:, 1:].reshape(-1)),
+    "shifted and copied": (lambda x: x[:, :-1].contiguous().view(-1, 5), lambda y: y[:, 1:].contiguous().view(-1)),
+    "half": (lambda x: x.bfloat16().view(-1, 5).float() / 2, lambda y: y.view(-1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FLAT)
+def test_tokens_in_a_row_are_grouped_by_example_and_time_first_is_refused(form):
+    """Grouped as if examples came first, the counts of many would depend on the labels of one."""
+    scores, labels = FLAT[form]
+    given = nn.Parameter(SCORES.clone())
+    found = private_criterion(nn.CrossEntropyLoss())(scores(given), labels(LABELS))
+    expected = losses.classification(scores(given).view(4, -1, 5), labels(LABELS).view(4, -1))
+    torch.testing.assert_close(found, expected.mean())
+    time_first = given.transpose(0, 1).reshape(-1, 5)
+    with pytest.raises(ValueError, match=r"another order.*scores\.transpose\(0, 1\)"):
+        private_criterion(nn.CrossEntropyLoss())(time_first, LABELS.T.reshape(-1))
+
+
+def test_time_first_is_accepted_where_every_example_has_the_same_count():
+    given, labels = nn.Parameter(SCORES.clone()), LABELS.clamp(min=0)
+    found = private_criterion(nn.CrossEntropyLoss())(
+        given.transpose(0, 1).reshape(-1, 5), labels.T.reshape(-1)
+    )
+    torch.testing.assert_close(found, nn.CrossEntropyLoss()(given.mT, labels))
+
+
 def test_the_reduction_within_an_example_is_that_of_the_criterion():
     found = private_criterion(nn.MSELoss(reduction="sum"), mean=False)(SCORES, torch.zeros_like(SCORES))
     torch.testing.assert_close(found, SCORES.square().sum())

@@ -182,7 +182,8 @@ def test_a_long_text_moves_the_sum_by_no_more_than_its_share():
     data = Rows([(torch.randint(1, 9, (6,), generator=generator), torch.tensor(n % 3)) for n in range(16)])
     data[9] = (data[9][0][:5], data[9][1])
     longer = with_one_replaced(data, (torch.randint(1, 9, (90,), generator=generator), torch.tensor(1)), 12)
-    options = {"loader_options": {"collate_fn": collate}, "clip_norm": 0.1}
+    # The self-test would refuse its mean over padded places, which is not the matter here.
+    options = {"loader_options": {"collate_fn": collate}, "clip_norm": 0.1, "self_test": False}
     totals = [outcome(padded_block(0.5), rows, "bookkeeping", **options) for rows in (data, longer)]
     assert [one.refused for one in totals] == [None, None]
     assert float((totals[0].total - totals[1].total).norm()) <= 2 * 0.1 * (1 + 1e-5)

@@ -85,7 +85,14 @@ class ExampleCriterion:
             )
         if self._within in ("sum", "batchmean"):
             return losses.reshape(rows, -1).sum(1)
-        return own_mean(losses, self._scored(losses, arguments, named), rows)
+        scored = self._scored(losses, arguments, named)
+        if not _examples_first(losses, rows) and not bool(scored.all()):  # otherwise all have the same count
+            raise ValueError(
+                f"criterion: got scores of {rows} examples in another order than example by example (time first, say), "
+                "so an example's own count is not known; transpose scores and labels before they are made one row: "
+                "scores.transpose(0, 1).reshape(-1, classes)"
+            )
+        return own_mean(losses, scored, rows)
 
     def _scored(self, losses: Tensor, arguments: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
         """Which of the losses count."""
@@ -94,6 +101,27 @@ class ExampleCriterion:
         if ignored is None or not isinstance(target, Tensor) or target.shape != losses.shape:
             return torch.ones_like(losses)
         return target != ignored
+
+
+_FORWARD = 8  # operations between a loss and the scores as the model gave them
+
+
+def _examples_first(losses: Tensor, rows: int) -> bool:
+    """Whether the losses are ordered by example, as far as autograd knows: it tells what was made one long row of.
+
+    In the rehearsals of the self-test batches have several sizes, of which one at least is not that of the time.
+    """
+    if losses.ndim > 1:
+        return len(losses) == rows
+    node: Any = losses.grad_fn
+    for _ in range(_FORWARD):
+        if node is None:
+            break
+        shape = tuple(getattr(node, "_saved_self_sym_sizes", ()))
+        if len(shape) > 1 and shape[0] * shape[1] == len(losses) != rows and rows in shape[:2]:
+            return shape[0] == rows
+        node = next((before for before, _ in node.next_functions if before is not None), None)
+    return True
 
 
 def mean_or_sum(losses: Tensor, mean: bool) -> Tensor:

@@ -9,7 +9,6 @@ Guarantees:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
-from bandmf.torch.clipping.contributions import Contribution, Outer, Pack, Totals, join, settle
+from bandmf.torch.clipping.contributions import Contribution, Outer, Pack, Patches, Rows, Totals, join, settle
 from bandmf.torch.clipping.layers import layers_of
 from bandmf.torch.clipping.norms import Terms, squares_apart, total_squares
-from bandmf.torch.clipping.products import PORTION, fuses
+from bandmf.torch.clipping.products import PORTION, fuses, widened
 from bandmf.torch.clipping.protocol import Clipping, Parameters, clip_factors, clip_limit
 from bandmf.torch.clipping.recording import Recorder, replace_forward, restore_forward
 from bandmf.torch.clipping.refusals import UnsupportedError, late_backward, used_elsewhere, wrong_rows
@@ -72,6 +71,10 @@ class Bookkeeping:
         return valid - good[:valid].sum()
 
     @torch.no_grad()
+    def norms(self, rows: int, scale: float) -> dict[str, Tensor]:
+        return {name: scale * each.bound() for name, each in squares_apart(*self._terms(rows)).items()}
+
+    @torch.no_grad()
     def add_example(self, sums: dict[str, Tensor], rows: int, number: int, scale: float) -> Tensor:
         """Add the gradient of one example, unclipped; its norm, as clipping sees it."""
         small, terms = self._terms(rows)
@@ -103,7 +106,9 @@ class Bookkeeping:
             for own, contribution in entry.contributions().items():
                 if own in names:  # the rest is frozen
                     self._check_shape(names[own], contribution, rows)
-                    terms.setdefault(names[own], []).append(contribution)
+                    # Sums of half-precision tensors would be rounded as a whole, by what all examples are.
+                    wider = widened(contribution) if isinstance(contribution, Tensor) else contribution
+                    terms.setdefault(names[own], []).append(wider)
         if not terms:
             raise RuntimeError(
                 "no gradients were recorded: call loss.backward() on this batch before optimizer.step()"
@@ -114,10 +119,13 @@ class Bookkeeping:
 
     def _check_shape(self, name: str, contribution: Contribution | Totals, rows: int) -> None:
         """For rules of the user's own."""
-        expected = (rows, *self._parameters[name].shape)
-        if isinstance(contribution, Tensor) and contribution.numel() != math.prod(expected):
+        shape = self._parameters[name].shape
+        if not _fits(contribution, rows, shape):
+            what = (
+                tuple(contribution.shape) if isinstance(contribution, Tensor) else type(contribution).__name__
+            )
             raise ValueError(
-                f"rule: gave gradients of shape {tuple(contribution.shape)} for {name!r}; they must be {expected}: add "
+                f"rule: gave gradients of shape {what} for {name!r}; they must be {(rows, *shape)}: add "
                 "up over an example's places with bandmf.torch.clipping.total"
             )
 
@@ -166,6 +174,22 @@ class Bookkeeping:
     def remove(self) -> None:
         for layer in self.layers:
             restore_forward(layer)
+
+
+def _fits(given: Contribution | Totals, rows: int, shape: torch.Size) -> bool:
+    """Whether it describes the gradients of so many examples, of a parameter of this shape."""
+    if isinstance(given, Tensor):
+        return given.ndim > 0 and len(given) == rows and given.numel() == rows * shape.numel()
+    if isinstance(given, Outer):
+        both = given.left.shape[:2] == given.right.shape[:2] and given.examples == rows
+        return both and given.left.shape[2] * given.right.shape[2] == shape.numel()
+    if isinstance(given, Rows):
+        same = given.values.ndim == 3 and given.indices.shape == given.values.shape[:2]
+        return same and given.examples == rows and given.values.shape[2:] == shape[1:]
+    if isinstance(given, Patches):
+        return len(given.input) == len(given.gradient) == rows and given.gradient.shape[1] == shape[0]
+    same = given.input is None or given.input.shape == given.gradient.shape
+    return same and len(given.gradient) == rows and given.gradient.shape[2:].numel() == shape.numel()
 
 
 def _count_places(terms: Terms) -> None:

@@ -25,7 +25,6 @@ from bandmf.torch.clipping.products import (
     IN_CACHE,
     PORTION,
     add_product,
-    exact,
     fuses,
     in_places,
     in_rows,
@@ -34,6 +33,7 @@ from bandmf.torch.clipping.products import (
     times,
     wide,
 )
+from bandmf.torch.noise.precision import exact
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from bandmf.torch.clipping.products import wide
 from bandmf.torch.clipping.refusals import UnsupportedError
+from bandmf.torch.noise.precision import precision
 
 if TYPE_CHECKING:
     from bandmf.torch.clipping.recording import Layer
@@ -201,7 +202,7 @@ class Call:
 
     def _tolerance(self, gradient: Tensor) -> float:
         half = self._autocast[2] or torch.finfo(gradient.dtype).bits < 32
-        return _HALF if half or torch.get_float32_matmul_precision() != "highest" else _ROUNDING
+        return _HALF if half or precision() != "highest" else _ROUNDING
 
 
 class _Backward(NamedTuple):

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bandmf.torch.clipping.products import AT_ONCE
+from bandmf.torch.noise.precision import precision
 
 TILE, DEPTH = 64, 64  # places and features that a program has at hand
 COLUMNS = 128
@@ -248,7 +249,7 @@ def gram_numbers(groups: Sequence[Sequence[Pair]]) -> Tensor:
     """
     table = _Table([pair for group in groups for pair in group])
     live, found, first = table.live(), [], 0
-    precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    rounded = "ieee" if precision() == "highest" else "tf32"
     for group in groups:
         examples, length, p = group[0][0].shape
         q, dtype = group[0][1].shape[2], group[0][0].dtype
@@ -257,7 +258,7 @@ def gram_numbers(groups: Sequence[Sequence[Pair]]) -> Tensor:
         held = table.held[first : first + len(group)]
         gram_kernel[(programs, tiles * tiles)](
             table.rows[first:], live.view(torch.int8), results, examples, length, p, q,
-            _TYPES[dtype], TILE, DEPTH, AT_ONCE, precision, _aligned(held),
+            _TYPES[dtype], TILE, DEPTH, AT_ONCE, rounded, _aligned(held),
             num_stages=3 if dtype.itemsize < 4 else 2,  # as much shared memory as smaller GPUs have
         )  # fmt: skip
         found.append(results.sum(1).view(len(group), examples, 6))

@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from opacus.grad_sample import GradSampleHooks
 from opacus.grad_sample.functorch import ft_compute_per_sample_gradient
-from opacus.grad_sample.grad_sample_module import (
-    create_or_accumulate_grad_sample,
-    promote_current_grad_sample,
-)
+from opacus.grad_sample.grad_sample_module import promote_current_grad_sample
+from opacus.layers.dp_rnn import DPRNNBase
 from opacus.utils.module_utils import trainable_parameters
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -24,7 +22,13 @@ from torch.utils import _pytree as pytree
 from bandmf.torch.clipping.norms import roundoff, size
 from bandmf.torch.clipping.products import wide
 from bandmf.torch.clipping.protocol import Clipping, Parameters, clip_factors, clip_limit
-from bandmf.torch.clipping.refusals import UnsupportedError, late_backward, used_elsewhere, wrong_rows
+from bandmf.torch.clipping.refusals import (
+    UnsupportedError,
+    late_backward,
+    refuse_packed,
+    used_elsewhere,
+    wrong_rows,
+)
 from bandmf.torch.clipping.watch import Turns
 
 # True of every first layer, and harmless: its inputs are data.
@@ -44,7 +48,8 @@ class PerExample:
     ) -> None:
         self._parameters, self._per_layer = parameters, per_layer
         self._limit = clip_limit(clip_norm, parameters, per_layer)
-        self._hooks = Hooks(model, loss_reduction="sum", force_functorch=functorch)
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        self._hooks = Hooks(model, names, loss_reduction="sum", force_functorch=functorch)
 
     otherwise: Callable[[Exception], Clipping] | None = None
 
@@ -54,6 +59,7 @@ class PerExample:
 
     def record(self, rows: int | None) -> None:
         self._hooks.turns.next()
+        self._hooks.rows, self._hooks.failure = rows, None
         if rows is None:
             self._hooks.disable_hooks()
         else:
@@ -83,6 +89,10 @@ class PerExample:
         return valid - good[:valid].sum()
 
     @torch.no_grad()
+    def norms(self, rows: int, scale: float) -> dict[str, Tensor]:
+        return {name: scale * size(sample) for name, sample in self._samples(rows).items()}
+
+    @torch.no_grad()
     def add_example(self, sums: dict[str, Tensor], rows: int, number: int, scale: float) -> Tensor:
         samples = self._samples(rows)
         for name, sample in samples.items():
@@ -92,6 +102,8 @@ class PerExample:
     def _samples(self, rows: int) -> dict[str, Tensor]:
         if self._hooks.turns.late:
             raise late_backward()
+        if self._hooks.failure is not None:
+            raise self._hooks.failure
         found = {name: _gradients(name, p, rows) for name, p in self._parameters.items()}
         samples = {name: sample for name, sample in found.items() if sample is not None}
         if not samples:
@@ -137,10 +149,22 @@ def _add(total: Tensor, factor: Tensor, sample: Tensor, scale: float) -> None:
 class Hooks(GradSampleHooks):
     """Like its base class, but stores complete per-example gradients without a copy: a tenth of a training step."""
 
-    def __init__(self, model: nn.Module, **options: Any) -> None:
-        self.turns = Turns()
+    def __init__(self, model: nn.Module, names: dict[int, str], **options: Any) -> None:
+        self.turns, self._names = Turns(), names  # the names of the parameters, by identity
+        self.rows: int | None = None  # examples of the batch at hand
+        self.failure: RuntimeError | None = None  # what is wrong with its gradients
         super().__init__(model, **options)
         self._own = {id(module) for module in model.modules()}
+        for path, module in model.named_modules():
+            if isinstance(module, DPRNNBase):
+                refuse = module.register_forward_pre_hook(
+                    partial(self._refuse_packed, path), with_kwargs=True
+                )
+                self.autograd_grad_sample_hooks.append(refuse)
+
+    def _refuse_packed(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.hooks_enabled and id(module) in self._own:
+            refuse_packed(path, args, kwargs)
 
     def capture_activations_hook(self, module: Any, inputs: Any, output: Any) -> None:
         """As in training mode, whatever the mode: gradients are wanted wherever hooks are enabled.
@@ -196,7 +220,7 @@ class Hooks(GradSampleHooks):
                 "use clipping='bookkeeping'"
             ) from error
         for parameter, sample in samples.items():
-            _store(parameter, sample, module.max_batch_len)
+            self._store(parameter, sample)
         for _, parameter in trainable_parameters(module):
             parameter._forward_counter -= 1
             if parameter._forward_counter == 0:
@@ -204,14 +228,16 @@ class Hooks(GradSampleHooks):
         if not module.activations:
             del module.max_batch_len
 
-
-def _store(parameter: Any, sample: Tensor, rows: int) -> None:
-    if not parameter.requires_grad:
-        return
-    if len(sample) != rows:  # packed sequences: rows are missing
-        create_or_accumulate_grad_sample(param=parameter, grad_sample=sample, max_batch_len=rows)
-    elif hasattr(parameter, "_current_grad_sample"):
-        # Not in place: a rule may return a view of what autograd still needs.
-        parameter._current_grad_sample = parameter._current_grad_sample + sample
-    else:
-        parameter._current_grad_sample = sample
+    def _store(self, parameter: Any, sample: Tensor) -> None:
+        """Only whole batches: which examples the rows of a smaller call are of, nobody says."""
+        if not parameter.requires_grad:
+            return
+        if len(sample) != self.rows:  # said later: it must not pass through the user's backward pass half-way
+            name = self._names.get(id(parameter), "a parameter")
+            self.failure = self.failure or wrong_rows(name, len(sample), self.rows or 0)
+            parameter._current_grad_sample = sample
+        elif hasattr(parameter, "_current_grad_sample") and self.failure is None:
+            # Not in place: a rule may return a view of what autograd still needs.
+            parameter._current_grad_sample = parameter._current_grad_sample + sample
+        else:
+            parameter._current_grad_sample = sample

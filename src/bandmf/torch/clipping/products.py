@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 
@@ -20,6 +18,10 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def widened(tensor: Tensor) -> Tensor:
+    return tensor.to(wide(tensor.dtype))
+
+
 def fuses(tensor: Tensor) -> bool:
     """Whether many layers are served by one Triton kernel."""
     return tensor.is_cuda and _has_triton()
@@ -28,21 +30,6 @@ def fuses(tensor: Tensor) -> bool:
 @cache
 def _has_triton() -> bool:
     return find_spec("triton") is not None
-
-
-@contextlib.contextmanager
-def exact() -> Iterator[None]:
-    """Float32 products without TF32: for what is added up over many places, where its error would count."""
-    before = torch.get_float32_matmul_precision()
-    if before == "highest" and not (torch.backends.cudnn.allow_tf32 and torch.cuda.is_available()):
-        yield
-        return
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.backends.cudnn.flags(allow_tf32=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:

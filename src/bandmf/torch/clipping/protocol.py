@@ -29,6 +29,9 @@ class Clipping(Protocol):
     def add_to(self, sums: dict[str, Tensor], rows: int, valid: int, scale: float) -> Tensor:
         """`scale` times what autograd found is the gradient of an example; returns how many were not finite."""
 
+    def norms(self, rows: int, scale: float) -> dict[str, Tensor]:
+        """Of the gradient of each parameter, for every example, as clipping sees them. For the self-test."""
+
     def add_example(self, sums: dict[str, Tensor], rows: int, number: int, scale: float) -> Tensor:
         """Add the gradient of one example, unclipped; returns its norm, as clipping sees it. For the self-test."""
 

@@ -25,6 +25,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from bandmf.torch.clipping.fallback import Call, Seen, changed
+from bandmf.torch.clipping.refusals import refuse_packed
 from bandmf.torch.clipping.rules import Described, Rule, convolution, embedding, linear
 from bandmf.torch.clipping.watch import Turns
 
@@ -184,6 +185,7 @@ class Recorded:
     def _record_unit(self, args: Any, kwargs: Any) -> Any:
         """Whatever runs inside is part of the layer, even a module that is also used, and recorded, elsewhere."""
         recorder = self.recorder
+        refuse_packed(self.layer.path, args, kwargs)
         call = recorder.call(self.layer, args, kwargs)
         rows, recorder.rows = recorder.rows, None
         try:

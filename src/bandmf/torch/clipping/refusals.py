@@ -5,12 +5,14 @@ Guarantee: no layer that mixes the examples of a batch, or that keeps statistics
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.rnn import PackedSequence
 
 
 class UnsupportedError(ValueError):
@@ -64,12 +66,23 @@ def refuse_shared_memory(model: nn.Module) -> None:
             )
 
 
+def refuse_packed(path: str, args: Iterable[Any], kwargs: dict[str, Any]) -> None:
+    """Refuse packed sequences: their rows are sorted by length, and fewer at every place of the text."""
+    if any(isinstance(given, PackedSequence) for given in (*args, *kwargs.values())):
+        raise ValueError(
+            f"model: {path!r} is given a PackedSequence, whose rows are in another order than those of the batch, so "
+            "what one example contributes could not be told; give it the padded tensor, and mask what lies behind the "
+            "end of a text (its last state is output[range(len(lengths)), lengths - 1])"
+        )
+
+
 def wrong_rows(name: str, found: int, rows: int) -> RuntimeError:
     """The error for a layer whose gradients cannot be told apart by example."""
     return RuntimeError(
         f"{name!r} has gradients for {found} examples where the batch has {rows}: every input of the layer must "
-        "have the batch as its first dimension (position_ids of a transformer too), and the collate function "
-        "must keep one row for each example; if you cannot change that, freeze the layer"
+        "have the batch as its first dimension (position_ids of a transformer too), the collate function must keep "
+        "one row for each example, and a layer that some examples need must be called with all, its output masked; if "
+        "you cannot change that, freeze the layer"
     )
 
 

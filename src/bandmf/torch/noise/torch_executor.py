@@ -9,7 +9,6 @@ threads of Python that both draw are no faster than one; they wait for each othe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,6 +20,7 @@ from bandmf.noise.region import Region
 from bandmf.noise.schedule import Step
 from bandmf.torch.noise.executor import Slice, Vectors
 from bandmf.torch.noise.normals import Drawer
+from bandmf.torch.noise.precision import exact
 
 
 class TorchExecutor:
@@ -36,7 +36,7 @@ class TorchExecutor:
     def advance(self, step: Step, gradients: list[torch.Tensor], scale: float) -> None:
         """One step of all slices, whose flat gradients are given in the same order."""
         if step.prepared is not None:
-            with _full_precision():
+            with exact():
                 _read_ahead(step, self.vectors.history, self.vectors.prepared)
         for one, gradient in zip(self.vectors.slices, gradients, strict=True):
             self._advance(step, one, gradient, scale)
@@ -69,7 +69,7 @@ class TorchExecutor:
     def prepare(self, matrix: np.ndarray) -> None:
         """prepared = matrix @ history: the look-ahead pass."""
         weights = torch.from_numpy(matrix).to(self._device)
-        with _full_precision():
+        with exact():
             torch.mm(weights, self.vectors.history[: matrix.shape[1]], out=self.vectors.prepared)
 
     def all_finite(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -98,14 +98,3 @@ def _arrays(tensor: torch.Tensor) -> Any:
     """NumPy's view of a tensor, where it can have one: its short operations are cheaper, and run on one thread."""
     visible = tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float64)
     return tensor.numpy() if visible else tensor
-
-
-@contextmanager
-def _full_precision() -> Iterator[None]:
-    """Products in full float32, whatever the user has chosen for the model."""
-    chosen = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(chosen)

@@ -24,7 +24,9 @@ from torch.utils.data import (
 
 from bandmf import _check
 from bandmf.planning import Plan
+from bandmf.torch.training.generators import Sealed, generator
 from bandmf.torch.training.self_test import REHEARSALS
+from bandmf.torch.training.self_test.choice import by_difference
 from bandmf.torch.training.step import Piece, Stepper
 
 _FOR_STREAMS = ("collate_fn",)
@@ -84,7 +86,7 @@ class Loader:
         stepper = self._stepper
         stepper.abandon()
         self._check_length()
-        end = min(stepper.plan.steps, (stepper.steps_taken // self.epoch_steps + 1) * self.epoch_steps)
+        end = min(stepper.plan.steps, self._epoch_begin() + self.epoch_steps)
         streams = isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__getitem__")
         if stepper.steps_taken < end:
             yield from self._rehearse(streams)
@@ -93,11 +95,21 @@ class Loader:
             stepper.check_consumed()
             if piece.first:
                 self.before_step(piece.step)
-            data = next(source)
+            data = self._next(source, piece)
             stepper.begin(piece)
             yield data
         stepper.check_consumed()
         self.before_step(end)
+
+    def _epoch_begin(self) -> int:
+        return self._stepper.steps_taken // self.epoch_steps * self.epoch_steps
+
+    def _next(self, source: Iterator[Any], piece: Piece) -> Any:
+        """The data of a batch; what is drawn while it is made in this process is secret."""
+        if self._options.get("num_workers") or self._is_tensors:
+            return next(source)
+        with self._stepper.generators.loading("load", piece.step, piece.number):
+            return next(source)
 
     def _check_length(self) -> None:
         """Fail if there are more or fewer examples than at the start: others may have moved to their places."""
@@ -124,34 +136,37 @@ class Loader:
         batch = stepper.sampler.batch(stepper.steps_taken)
         share = batch[stepper.ranks.rank :: stepper.ranks.world].tolist()
         chosen = test.choose(share, stepper.sampler.examples)
-        examples = self._search(set(chosen)) if streams else _fetch(self.dataset, chosen)
+        loading = stepper.generators.loading
+        with loading("rehearsal", stepper.steps_taken):
+            examples = self._search(set(chosen)) if streams else _fetch(self.dataset, chosen)
+        chosen = [chosen[number] for number in by_difference([examples[index] for index in chosen])]
         collate = self._options.get("collate_fn") or default_collate
-        for rehearsal in test.rehearsals(len(chosen)):
-            data = collate([examples[chosen[member]] for member in rehearsal.members])
+        expected = math.ceil(stepper.plan.batch_size / stepper.ranks.world)
+        rows = min(expected, self.physical_batch_size or expected)
+        for rehearsal in test.rehearsals(len(chosen), rows):
+            with loading("rehearsed", stepper.steps_taken):
+                data = collate([examples[chosen[member]] for member in rehearsal.members])
             own = tuple(chosen[member] for member in rehearsal.members)
-            stepper.begin(Piece(stepper.steps_taken, own, 0, False, False, batch, rehearsal))
+            stepper.begin(Piece(stepper.steps_taken, own, 0, False, False, batch, rehearsal=rehearsal))
             yield data
             stepper.check_consumed()
 
     def _from_map(self, begin: int, end: int) -> Iterator[Any]:
         """By torch's DataLoader. Batches are pure functions of the step, so workers may load ahead of the run."""
-        if type(self.dataset) is TensorDataset and self._plain:
+        if self._is_tensors:
             return self._from_tensors(self.dataset.tensors, begin, end)
+        secret = self._stepper.generators.secret("workers", begin)
+        batches = _IndexLists(self, begin, end)
+        # What workers begin with; each batch then seeds the one that loads it.
         return iter(
-            DataLoader(
-                self.dataset,
-                batch_sampler=_IndexLists(self, begin, end),
-                # Its own, as drawing on torch's generator would make a restarted run differ.
-                generator=torch.Generator().manual_seed(begin),
-                **self._options,
-            )
+            DataLoader(self.dataset, batch_sampler=batches, generator=generator(secret), **self._options)
         )
 
     @property
-    def _plain(self) -> bool:
-        """Whether batches are made as torch makes them, in this process."""
+    def _is_tensors(self) -> bool:
+        """Whether nothing but indexing makes a batch, in this process."""
         usual = {None, 0, default_collate}
-        return all(value in usual for value in self._options.values())
+        return type(self.dataset) is TensorDataset and all(value in usual for value in self._options.values())
 
     def _from_tensors(
         self, tensors: tuple[torch.Tensor, ...], begin: int, end: int
@@ -168,13 +183,16 @@ class Loader:
                 "loader_options", sorted(unused), "have no meaning for a stream, but collate_fn has"
             )
         collate = self._options.get("collate_fn") or default_collate
-        window = steps_at_once(self._stepper.plan)
-        for first in range(begin, end, window):
+        window, epoch = steps_at_once(self._stepper.plan), self._epoch_begin()
+        # As from the epoch's begin, so that what a stream draws is repeated by a run that was restarted in between.
+        for first in range(begin - (begin - epoch) % window, end, window):
             pieces = list(self.pieces(first, min(first + window, end)))
             wanted = {index for piece in pieces for index in piece.indices}
-            found = self._search(wanted)
+            with self._stepper.generators.loading("stream", first):
+                found = self._search(wanted)
             for piece in pieces:
-                yield collate([found[index] for index in piece.indices])
+                if piece.step >= begin:
+                    yield collate([found[index] for index in piece.indices])
 
     def _search(self, wanted: set[int]) -> dict[int, Any]:
         """These examples of the stream."""
@@ -201,7 +219,8 @@ class Loader:
             count = max(1, -(-largest // size))
             for number in range(count):
                 own = share[number * size : (number + 1) * size]
-                yield Piece(step, tuple(own or [0]), len(own), number == 0, number == count - 1, batch)
+                last = number == count - 1
+                yield Piece(step, tuple(own or [0]), len(own), number == 0, last, batch, number)
 
 
 def _without_batches(options: dict[str, Any]) -> dict[str, Any]:
@@ -225,7 +244,9 @@ class _IndexLists:
         self._loader, self._begin, self._end = loader, begin, end
 
     def __iter__(self) -> Iterator[list[int]]:
-        return (list(piece.indices) for piece in self._loader.pieces(self._begin, self._end))
+        secret = self._loader._stepper.generators.secret
+        for piece in self._loader.pieces(self._begin, self._end):
+            yield Sealed(piece.indices, secret("load", piece.step, piece.number))
 
 
 def steps_at_once(plan: Plan) -> int:

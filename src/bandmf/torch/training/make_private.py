@@ -19,7 +19,7 @@ from bandmf.planning import Plan
 from bandmf.randomness.key import Key
 from bandmf.sampling import sampler
 from bandmf.torch.clipping import make_clipping
-from bandmf.torch.losses import ExampleCriterion, mean_or_sum
+from bandmf.torch.losses import ExampleCriterion
 from bandmf.torch.training import checkpoint
 from bandmf.torch.training.loader import Loader, from_loader
 from bandmf.torch.training.optimizer import PrivateOptimizer, PrivateScheduler
@@ -190,13 +190,19 @@ class Private:
         return sum(self.plan.spent_after(each) for each in steps)
 
     def backward(self, losses: Tensor) -> None:
-        """The backward pass for one loss per example, such as those of bandmf.torch.losses."""
+        """The backward pass for one loss per example, such as those of bandmf.torch.losses.
+
+        A batch has its gradients either from here or from `backward()` of losses that are means or sums themselves.
+        """
         rows = len(self.stepper.piece.indices)
         if losses.ndim != 1 or len(losses) != rows:
             raise _check.fail(
                 "losses.shape", tuple(losses.shape), f"must be ({rows},): one loss for each example"
             )
-        mean_or_sum(losses, self.stepper.mean_loss).backward()
+        # Their sum, whatever the loop's own losses are: a mean divides by the number of examples, and in low precision
+        # gradients that are rounded after that depend on it.
+        self.stepper.summed = True
+        losses.sum().backward()
 
     def explain(self) -> str:
         """How this run clips and whether that is tested, and the plan."""
@@ -205,7 +211,7 @@ class Private:
         if test is not None:
             tested = f"The first batches test {what}."
             if test.passed and not test.compared:
-                tested = f"The first batches had no finite gradients: nothing has checked {what}."
+                tested = f"The first batches had no gradients to compare: nothing has checked {what}."
         return f"Clipping: {self.stepper.clipping.explain()}.\n{tested}\n{self.plan.explain()}"
 
     def non_finite_examples(self) -> int:

@@ -7,6 +7,7 @@ Guarantees:
 - only batches of the plan's sampler are used, each exactly once; skipping one (which would depend on the data)
   is an error;
 - a parameter that was frozen at the start and gets a gradient later is refused;
+- what the model draws from torch's generators is secret, and a function of key, rank, step and piece (generators.py);
 - nothing of the model changes between the start of a batch and its step.
 """
 
@@ -26,6 +27,7 @@ from bandmf.sampling import Sampler
 from bandmf.torch.clipping.protocol import Clipping
 from bandmf.torch.clipping.watch import Watch
 from bandmf.torch.noise.engine import Engine
+from bandmf.torch.training.generators import Generators
 from bandmf.torch.training.ranks import Ranks
 from bandmf.torch.training.self_test import Rehearsal, SelfTest
 from bandmf.torch.training.sums import Sums
@@ -41,6 +43,7 @@ class Piece:
     first: bool
     last: bool
     batch: Indices  # all examples of the step, on all ranks
+    number: int = 0  # of the physical batches of its step
     rehearsal: Rehearsal | None = None  # a batch of the self-test, of which nothing is kept
 
 
@@ -62,6 +65,7 @@ class Stepper:
         self.plan, self.sampler, self.ranks, self.clipping = plan, sampler, ranks, clipping
         self.parameters, self.mean_loss = parameters, mean_loss
         self.watch = Watch(model)
+        self.generators = Generators(key, ranks.rank)
         self.self_test: SelfTest | None = None
         self.left_out = torch.zeros((), dtype=torch.int64)  # examples whose gradient was not finite
         self.scale = clip_norm * plan.noise_scale
@@ -77,6 +81,7 @@ class Stepper:
         self.sums = Sums(parameters, key.derive("sums").secret)
         self.ledger: Ledger | None = None  # on rank 0
         self.steps_released = 0  # by this run, in whatever process: what was spent
+        self.summed = False  # whether the gradients of the batch at hand are those of a sum, not of a mean
         self.stepped = False  # whether the last call of `consume` completed a step
         self._piece: Piece | None = None
         self._failed = False  # the last call of `consume` did not come to its end
@@ -126,12 +131,13 @@ class Stepper:
         if piece.first or piece.rehearsal:
             self.watch.begin(by_value=piece.rehearsal is not None)
         self.clipping.clear()
+        self.generators.lend("rehearse" if piece.rehearsal else "model", piece.step, piece.number)
         if piece.rehearsal is None:
             self.clipping.record(len(piece.indices))
         else:
             assert self.self_test is not None
             self.self_test.begin(piece.rehearsal)
-        self._piece = piece
+        self._piece, self.summed = piece, not self.mean_loss
 
     def check_consumed(self) -> None:
         """Fail if the last batch was skipped."""
@@ -154,6 +160,7 @@ class Stepper:
     def abandon(self) -> None:
         """Forget an accumulation that was not finished; nothing of it was released."""
         self._piece, self._partial, self._failed = None, False, False
+        self.generators.give_back()
         self.clipping.record(None)
         self.clipping.clear()
 
@@ -164,23 +171,30 @@ class Stepper:
         """
         piece = self.piece
         self._piece, self._failed = None, True  # until the end: what was added once must not be added again
-        self.watch.check()
-        if piece.first:
-            self.sums.clear()
-        rows = len(piece.indices)
-        scale = (rows if self.mean_loss else 1) / loss_scale
-        if piece.rehearsal is not None:
-            assert self.self_test is not None
-            self.self_test.observe(piece.rehearsal, scale)
-        else:
-            left_out = self.clipping.add_to(self.sums.views, rows, piece.valid, scale)
-            self.left_out = self.left_out.to(left_out.device) + left_out
+        try:
+            self.watch.check()
+            self.generators.check()
+            self._add_up(piece, loss_scale)
+        finally:
+            self.generators.give_back()
         self.clipping.record(None)
         if piece.last:
             self._release(piece)
         self.stepped = piece.last
         self._failed, self._partial = False, not piece.last and piece.rehearsal is None
         return piece.last
+
+    def _add_up(self, piece: Piece, loss_scale: float) -> None:
+        if piece.first:
+            self.sums.clear()
+        rows = len(piece.indices)
+        scale = (1 if self.summed else rows) / loss_scale
+        if piece.rehearsal is not None:
+            assert self.self_test is not None
+            self.self_test.observe(piece.rehearsal, scale)
+        else:
+            left_out = self.clipping.add_to(self.sums.views, rows, piece.valid, scale)
+            self.left_out = self.left_out.to(left_out.device) + left_out
 
     def _release(self, piece: Piece) -> None:
         add_noise = self.engine.ready(self.noise, self.sums.views, self.scale)

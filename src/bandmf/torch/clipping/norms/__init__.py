@@ -17,7 +17,8 @@ from bandmf.torch.clipping.contributions import Contribution, Outer, Pack, Patch
 from bandmf.torch.clipping.norms import outers, rounding
 from bandmf.torch.clipping.norms.outers import gram, most_of, of_alike, of_outer, only
 from bandmf.torch.clipping.norms.rounding import Squares, live_size, roundoff, size
-from bandmf.torch.clipping.products import exact, inner_products, live_places, product, wide
+from bandmf.torch.clipping.products import inner_products, live_places, product, wide, widened
+from bandmf.torch.noise.precision import exact
 
 __all__ = ["Squares", "Terms", "roundoff", "size", "squares_apart", "total_squares"]
 
@@ -114,8 +115,11 @@ def _of_tied(terms: list[Contribution]) -> Squares:
         return _of_mixture(terms)
     # sum over s, t of left[t, x_s] (right[t] . values[s])
     indices = rows.indices[:, None, :].expand(-1, outer.left.shape[1], -1)
-    picked = outer.left.gather(2, indices).to(wide(outer.left.dtype))
-    inner = inner_products(outer.right, rows.values.to(outer.right.dtype))
+    picked = widened(outer.left.gather(2, indices))
+    right = (
+        widened(outer.right) if outer.right.dtype == torch.float16 else outer.right
+    )  # small values would vanish
+    inner = inner_products(right, rows.values.to(right.dtype))
     live = outer.live, live_places(rows.values)
     picked, inner = only(picked, *live), only(inner, *live)
     cross = (picked * inner).sum((-2, -1))
@@ -126,7 +130,7 @@ def _of_tied(terms: list[Contribution]) -> Squares:
         * size(rows.values)
     )
     both = _of_terms([outer]) + _of_terms([rows])
-    error = rounding.inner_error(outer.right) + rounding.cast_error(rows.values, outer.right)
+    error = rounding.inner_error(right) + rounding.cast_error(rows.values, right)
     added = 4 * rounding.addition(outer.right) * (both.norm + most)  # of the additions in the next line
     norm = (both.norm + 2 * cross).clamp(min=0) + 2 * error * most + added
     return Squares(norm, both.slack)

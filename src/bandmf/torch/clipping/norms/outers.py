@@ -28,7 +28,8 @@ from torch import Tensor
 from bandmf.torch.clipping.contributions import Outer
 from bandmf.torch.clipping.norms import rounding
 from bandmf.torch.clipping.norms.rounding import Squares, live_size, size
-from bandmf.torch.clipping.products import IN_CACHE, PORTION, exact, fuses, inner_products, product, wide
+from bandmf.torch.clipping.products import IN_CACHE, PORTION, fuses, inner_products, product, wide
+from bandmf.torch.noise.precision import exact, precision
 
 
 def kind(outer: Outer) -> Any:
@@ -58,7 +59,7 @@ def is_fused(outers: Sequence[Outer]) -> bool:
     some = outers[0].left
     if not fuses(some) or some.dtype == torch.float64 or some.shape[1] == 1:
         return False
-    on_tensor_cores = some.dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest"
+    on_tensor_cores = some.dtype != torch.float32 or precision() != "highest"
     return len(outers) > 1 or on_tensor_cores
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from bandmf.torch.clipping.products import AT_ONCE, in_rows, wide
+from bandmf.torch.noise.precision import precision
 
 _FEW = 256  # squares that may be added one by one
 
@@ -126,4 +127,4 @@ def input_error(vectors: Tensor) -> float:
     """Where float32 products round their factors (TF32 and less)."""
     if vectors.dtype != torch.float32:
         return 0.0
-    return {"highest": 0.0, "high": 2.0**-9}.get(torch.get_float32_matmul_precision(), 2.0**-7)
+    return {"highest": 0.0, "high": 2.0**-9}.get(precision(), 2.0**-7)

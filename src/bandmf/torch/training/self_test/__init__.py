@@ -1,0 +1,285 @@
+"""The self-test of the first batches: an example alone must have the gradient that it has in a batch.
+
+Before the first step the loader gives a few rehearsals, of examples that differ from each other: some of them together,
+recorded as in training, in a batch of four and in two of about the size of training; and three of them alone, with
+autograd doing everything. If the gradients differ, something escapes clipping: a parameter used outside its layer,
+examples that depend on each other, a loss averaged over all tokens, a wrong `loss_reduction`. In the larger batches
+examples occur several times, in random places: the norms of their gradients, of each parameter, must be the same in
+all places, or the rows of some layer are not the examples in their order.
+
+Nothing of a rehearsal is released, and random numbers are put back afterwards. The first rehearsals show whether the
+model draws random numbers; if so, torch's dropout functions let everything through in the others. If random numbers
+are drawn even then, the rest is in evaluation mode, whatever the loop says.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from bandmf.torch.clipping.refusals import UnsupportedError
+from bandmf.torch.noise.precision import precision
+from bandmf.torch.noise.shards import local
+from bandmf.torch.training.random_state import RandomState
+from bandmf.torch.training.self_test.quiet import Quiet
+from bandmf.torch.training.self_test.sketches import (
+    DEPENDS,
+    FULL,
+    HALF,
+    Norms,
+    Sketch,
+    difference,
+    finite,
+    placed,
+    sketch,
+    zero,
+)
+
+if TYPE_CHECKING:
+    from bandmf.torch.training.step import Stepper
+
+CANDIDATES = 64  # examples that are loaded
+TOGETHER = 4  # of which so many make a small batch
+LARGEST = 64  # rows of a large one
+ALONE = 3  # examples that are compared
+REHEARSALS = 5 + ALONE
+_TINY = 1e-6  # relative to the largest gradient: such an example shows nothing
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """One batch of the self-test: which of the chosen examples are in it."""
+
+    members: tuple[int, ...]
+    kind: str  # "draws", "small", "large", "last" or "alone"
+    number: int = 0  # of those that are alone
+
+    @property
+    def alone(self) -> bool:
+        return self.kind in ("draws", "alone")
+
+
+class SelfTest:
+    """Conducts the rehearsals; `passed` when they are over."""
+
+    def __init__(self, model: nn.Module, stepper: Stepper) -> None:
+        self._model, self._stepper = model, stepper
+        self.passed = False
+        self.compared = 0  # how many examples had a gradient, and were compared
+        self._begin_anew()
+        self._drew = False
+        self._exchanged = False  # another way of clipping has taken over
+        self._handles: list[Any] = []
+        self._silent = False  # whether hooks keep the model in evaluation mode
+        self._after = ExitStack()  # puts everything back as it was
+        self._before: RandomState | None = None
+
+    def _begin_anew(self) -> None:
+        """Forget what batches have shown, as another way of clipping may see it otherwise."""
+        self._norms: list[Norms] = []
+        self._small: dict[int, Sketch] = {}  # by the number of the example
+        self._last: dict[int, Sketch] = {}  # by the number of the comparison
+        self._compared: list[int] = [0] * ALONE  # the examples that are
+        self._in_small = [False] * ALONE
+        self._rows: dict[str, int] = {}
+        self._alone: Sketch = {}
+
+    def choose(self, batch: list[int], examples: int) -> list[int]:
+        """Examples to choose from: of all parts of the first batch, and others where that is too small."""
+        apart = max(1.0, (len(batch) - 1) / (CANDIDATES - 1))
+        chosen = [batch[round(number * apart)] for number in range(min(CANDIDATES, len(batch)))]
+        taken = set(chosen)
+        others = (index for index in range(examples) if index not in taken)
+        while len(chosen) < min(CANDIDATES, examples):
+            chosen.append(next(others))
+        return chosen
+
+    def rehearsals(self, count: int, rows: int) -> Iterator[Rehearsal]:
+        """The batches to go through, of so many examples and up to so many rows; each is observed before the next."""
+        small = Rehearsal(tuple(range(min(TOGETHER, count))), "small")
+        rows = max(len(small.members), min(rows, LARGEST))
+        self._after.close()  # of rehearsals that were left in the middle
+        self._after.callback(self._stepper.generators.give_back)
+        self._after.callback(self._stop_listening)
+        self._after.callback(self._set_modes, [(module, module.training) for module in self._model.modules()])
+        self._begin_anew()
+        try:
+            if count > 1:
+                yield Rehearsal((0,), "draws")
+                if self._anyone_drew():
+                    self._after.callback(Quiet(self._model).end)
+                yield Rehearsal((0,), "draws")
+                if self._anyone_drew():
+                    self._silence()
+                yield small
+                yield small if self._exchanged else _large(min(count, max(2, rows // 2)), rows, "large")
+                yield _large(min(count, rows), rows, "last")
+                for number in range(ALONE):
+                    yield Rehearsal((self._compared[number],), "alone", number)
+        finally:
+            self._after.close()
+        self.passed = True
+        if count > 1 and not self.compared:
+            warnings.warn(
+                "self-test: the gradients of the rehearsed examples are zero or not finite, so nothing was compared; "
+                "look for an overflow in the loss, or for a loss that these examples do not have",
+                stacklevel=4,
+            )
+
+    def _anyone_drew(self) -> bool:
+        return any(self._stepper.ranks.gather(self._drew))
+
+    def _silence(self) -> None:
+        """Evaluation mode, even for loops that call model.train() for every batch."""
+
+        def silent(module: nn.Module, _inputs: Any) -> None:
+            module.eval()
+
+        self._model.eval()
+        self._silent = True
+        for module in self._model.modules():
+            self._after.callback(module.register_forward_pre_hook(silent).remove)
+
+    @staticmethod
+    def _set_modes(modes: list[tuple[nn.Module, bool]]) -> None:
+        for module, training in modes:
+            module.training = training
+
+    # --- one rehearsal ------------------------------------------------------------------------------------
+
+    def begin(self, rehearsal: Rehearsal) -> None:
+        self._before = RandomState()
+        self._stepper.clipping.record(None if rehearsal.alone else len(rehearsal.members))
+        if rehearsal.alone:
+            self._listen()
+
+    def _listen(self) -> None:
+        """Sketch gradients as autograd finds them: the loop may clip or change `.grad` afterwards."""
+        self._alone = {}
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._take(name))
+            for name, parameter in self._stepper.parameters.items()
+            if local(parameter) is parameter
+        ]
+
+    def _stop_listening(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _take(self, name: str) -> Any:
+        def take(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            found = sketch(name, parameter.grad)
+            before = self._alone.get(name)
+            self._alone[name] = found if before is None else before + found
+            parameter.grad = None
+
+        return take
+
+    def observe(self, rehearsal: Rehearsal, scale: float) -> None:
+        """After the backward pass of a rehearsal; `scale` is that of a gradient of its batch."""
+        assert self._before is not None
+        self._drew = self._before.changed()
+        self._stop_listening()
+        try:
+            problem = (self._finish_alone if rehearsal.alone else self._finish_together)(rehearsal, scale)
+            self._refuse(problem)
+        except BaseException:
+            self._after.close()  # now: a traceback that someone keeps would keep the model as it is here
+            raise
+        self._stepper.clipping.clear()
+
+    def _finish_together(self, rehearsal: Rehearsal, scale: float) -> str | None:
+        stepper, rows = self._stepper, len(rehearsal.members)
+        self._tolerance = HALF if self._halved() else FULL
+        self._rows[rehearsal.kind] = rows
+        try:
+            found = stepper.clipping.norms(rows, scale)
+            self._norms.append(Norms.of(rehearsal.members, found, stepper.parameters))
+            if rehearsal.kind == "small":
+                self._small = {number: self._sketch(rows, number, scale) for number in rehearsal.members}
+            elif rehearsal.kind == "last":
+                self._choose_compared()
+                places = [rehearsal.members.index(member) for member in self._compared]
+                self._last = {n: self._sketch(rows, place, scale) for n, place in enumerate(places)}
+        except UnsupportedError as reason:
+            if stepper.clipping.otherwise is None or rehearsal.kind == "last":
+                raise
+            self._begin_anew()
+            stepper.clipping.remove()
+            stepper.clipping, self._exchanged = stepper.clipping.otherwise(reason), True
+        stepper.sums.clear()
+        return None
+
+    def _sketch(self, rows: int, place: int, scale: float) -> Sketch:
+        """Of the example in this place of the batch, as it would be added."""
+        sums = self._stepper.sums
+        sums.clear()
+        self._stepper.clipping.add_example(sums.views, rows, place, scale)
+        return {name: sketch(name, total) for name, total in sums.views.items()}
+
+    def _choose_compared(self) -> None:
+        """The first examples of the last batch that have a gradient: others would show nothing."""
+        found = self._norms[-1]
+        wholes = dict(zip(found.members, found.norms.norm(dim=0).tolist(), strict=True))
+        largest = max((size for size in wholes.values() if size < float("inf")), default=0.0)
+        good = sorted(member for member, size in wholes.items() if _TINY * largest < size < float("inf"))
+        rest = sorted(wholes.keys() - set(good))
+        chosen = (good + rest) * ALONE
+        self._compared = chosen[:ALONE]
+        everywhere = self._stepper.ranks.gather([member in self._small for member in self._compared])
+        self._in_small = [all(each) for each in zip(*everywhere, strict=True)]
+
+    def _finish_alone(self, rehearsal: Rehearsal, scale: float) -> str | None:
+        found, world = self._alone, self._stepper.ranks.world
+        for name, parameter in self._stepper.parameters.items():
+            if parameter.grad is not None:  # FSDP2 has put it there, averaged over the ranks
+                found[name] = world * sketch(name, local(parameter.grad))
+        if not found:
+            raise RuntimeError("no gradients: call loss.backward() on every batch before optimizer.step()")
+        if rehearsal.kind == "draws":
+            return None
+        alone = {name: scale * each for name, each in found.items()}
+        number, problem = rehearsal.number, None
+        if self._in_small[number]:
+            problem = self._compare(alone, self._small[rehearsal.members[0]], "small")
+        problem = problem or self._compare(alone, self._last[number], "last")
+        self.compared += finite(alone) and not zero(alone)
+        if not problem and number == ALONE - 1:
+            problem = placed(self._norms, self._tolerance)
+        return problem
+
+    def _compare(self, alone: Sketch, together: Sketch, kind: str) -> str | None:
+        if finite(alone) and finite(together):
+            return difference(alone, together, self._rows[kind], self._tolerance)
+        return DEPENDS if finite(alone) or finite(together) else None
+
+    def _refuse(self, problem: str | None) -> None:
+        """On all ranks at the same moment."""
+        if problem and self._drew and self._silent:
+            problem = (
+                "self-test: random numbers are drawn in evaluation mode too, so an example alone cannot be compared "
+                "with itself in a batch; draw them in the data set, or make sure by hand that examples do not depend "
+                "on each other and give make_private self_test=False"
+            )
+        for found in self._stepper.ranks.gather(problem):
+            if found is not None:
+                raise RuntimeError(found)
+
+    def _halved(self) -> bool:
+        """Whether products have less than the precision of float32."""
+        return precision() != "highest" or self._stepper.clipping.half_precision
+
+
+def _large(distinct: int, rows: int, kind: str) -> Rehearsal:
+    """So many examples, as often as it takes to fill the rows, in random order."""
+    members = [row % distinct for row in range(rows)]
+    random.Random(f"{kind} {rows}").shuffle(members)
+    return Rehearsal(tuple(members), kind)

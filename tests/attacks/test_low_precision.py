@@ -1,0 +1,148 @@
+"""Numbers of little precision, from rules, layers or settings: one example moves the sum by no more than its share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from bandmf.torch import losses
+from bandmf.torch.clipping import Bookkeeping, Outer, norms, rule, rules
+from bandmf.torch.clipping import Rows as RowsOf
+from bandmf.torch.noise.precision import exact, precision
+from private_loops import Rows, outcome, small_net, vectors
+
+
+class Scale(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return x * self.weight.to(x.dtype)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.scale = nn.Linear(6, 8).requires_grad_(False), Scale(8)
+        self.out = nn.Linear(8, 2).requires_grad_(False)
+
+    def forward(self, x):
+        return self.out(self.scale(self.first(x)))
+
+
+@pytest.fixture
+def own_rule():
+    """Registers a rule for Scale, as a user would."""
+    yield rule(Scale)
+    rules._RULES.pop(Scale, None)
+
+
+def summed_in_bfloat16(private, batch):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        scores = private.model(batch[0])
+    functional.cross_entropy(scores.float(), batch[1], reduction="sum").backward()
+    private.optimizer.step()
+
+
+def test_a_rule_that_gives_half_precision_is_added_up_in_full(own_rule):
+    """As it was, a thousand equal examples moved by 1.25, two thousand by 2.5 times the clip norm."""
+    own_rule(lambda layer, a, g: {"weight": a * g})
+    torch.manual_seed(1)
+    base = Rows([(torch.randn(6), torch.tensor(1))] * 1000)
+    more = Rows([*base, (torch.randn(6), torch.tensor(0))])
+    options = {"clip_norm": 0.05, "loss_reduction": "sum"}
+    totals = [outcome(Scaled(), data, "auto", summed_in_bfloat16, **options).total for data in (base, more)]
+    assert float((totals[1] - totals[0]).norm()) <= 0.05 * (1 + 1e-4)
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.mid, self.out = nn.Embedding(20, 32), nn.Linear(32, 32), nn.Linear(32, 20)
+
+    def forward(self, tokens):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.out(self.mid(self.embed(tokens)).tanh()).float()
+
+
+def by_mean(private, tokens):
+    losses.classification(private.model(tokens), tokens).mean().backward()
+    private.optimizer.step()
+
+
+def by_example(private, tokens):
+    private.backward(losses.classification(private.model(tokens), tokens))
+    private.optimizer.step()
+
+
+def test_private_backward_rounds_nothing_by_the_number_of_examples():
+    """A mean divides before gradients are rounded to bfloat16; then one text more moves all others."""
+    generator = torch.Generator().manual_seed(0)
+    text, other = torch.randint(0, 20, (2, 8), generator=generator)
+    data = Rows([text] * 1000), Rows([*[text] * 1000, other])
+    moved = {}
+    for loop in (by_mean, by_example):
+        without, with_it = (outcome(Words(), rows, "auto", loop, clip_norm=0.05).total for rows in data)
+        moved[loop] = float((with_it - without).norm()) / 0.05
+    assert moved[by_example] <= 1 + 1e-4
+    assert moved[by_mean] > 2, "documented in docs/guarantees.md"
+
+
+WRONG = {
+    "examples added up": lambda a, g: (a * g).sum(0, keepdim=True).expand(len(g), -1)[:1].repeat(1, len(g)),
+    "examples last": lambda a, g: (a * g).T,
+    "an Outer of fewer rows": lambda a, g: Outer((a * g)[:-1, None], torch.ones(len(g) - 1, 1, 1)),
+    "an Outer of one row and many": lambda a, g: Outer((a * g)[:, None], torch.ones(1, 1, 1)),
+    "Rows of fewer examples": lambda a, g: RowsOf(torch.zeros(len(g) - 1, 1, dtype=torch.long), (a * g)[:-1, None]),
+    "Totals of fewer examples": lambda a, g: rules.total((a * g)[:-1, None]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_rule_must_give_a_row_for_each_example(own_rule, kind):
+    own_rule(lambda layer, a, g: {"weight": WRONG[kind](a, g)})
+    model = Scaled()
+    clipping = Bookkeeping(model, {"scale.weight": model.scale.weight}, 1.0, False)
+    clipping.record(5)
+    model(torch.randn(5, 6)).sum().backward()
+    with pytest.raises(ValueError, match=r"rule: gave gradients of shape .*must be \(5, 8\)"):
+        clipping.add_to({"scale.weight": torch.zeros(8)}, 5, 5, 1.0)
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e-4, 2e-5, 1e-6])
+def test_the_norm_of_a_tied_embedding_counts_numbers_that_float16_does_not_have(size):
+    """Their inner product was taken in float16: up to 1.41 times the norm was added."""
+    right = (torch.randn(1, 1, 512, generator=torch.Generator().manual_seed(0)).sign() * 2e-4).half()
+    left = torch.zeros(1, 1, 20).half()
+    left[0, 0, 3] = size
+    both = [Outer(left, right), RowsOf(torch.tensor([[3]]), left[0, 0, 3].float() * right.float())]
+    total = torch.zeros(20, 512)
+    for term in both:
+        term.add_to(total, torch.ones(1), 1.0)
+    assert float(total.norm()) <= float(norms.total_squares([], {"tied": both}).bound())
+
+
+@pytest.fixture
+def new_settings():
+    """Torch's settings of precision by device, which are put back."""
+    places = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends.cudnn.conv]
+    before = [place.fp32_precision for place in places]
+    yield places
+    for place, chosen in zip(places, before, strict=True):
+        place.fp32_precision = chosen
+
+
+@pytest.mark.parametrize(("number", "chosen", "expected"), [(0, "tf32", "high"), (1, "bf16", "medium")])
+def test_a_precision_that_was_chosen_for_one_device_is_honored(new_settings, number, chosen, expected):
+    """Torch raises an error where it is asked for it in the old way."""
+    new_settings[number].fp32_precision = chosen
+    assert precision() == expected
+    with exact():
+        assert precision() == "highest"
+    assert new_settings[number].fp32_precision == chosen
+    assert outcome(small_net(), vectors(), "auto").refused is None
