@@ -145,9 +145,9 @@ def interrupted_step(private, monkeypatch):
         raise KeyboardInterrupt
 
     (executor,) = private.stepper.noise.executors.values()
-    advance = executor._advance
+    advance = executor.advance
     with monkeypatch.context() as patched:
-        patched.setattr(executor, "_advance", lambda *given: (advance(*given), interrupt()))
+        patched.setattr(executor, "advance", lambda *given: (advance(*given), interrupt()))
         with pytest.raises(KeyboardInterrupt):
             Watch(private).train(private.steps_taken + 1)
     assert private.stepper.noise.unfinished

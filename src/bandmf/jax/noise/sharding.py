@@ -121,7 +121,14 @@ def everywhere(tree: Any, layouts: Iterable[Layout]) -> Any:
     meshes = {layout.mesh for layout in layouts if layout.mesh is not None}
     if len(meshes) != 1 or _explicit(mesh := meshes.pop()):
         return tree
-    return jax.device_put(tree, NamedSharding(mesh, REPLICATED))
+    place = NamedSharding(mesh, REPLICATED)
+
+    def put(array: Any) -> Array:
+        """Every process has the whole, and puts it on its own devices."""
+        whole = np.asarray(array)
+        return jax.make_array_from_callback(whole.shape, place, lambda index: whole[index])
+
+    return jax.tree.map(put, tree)
 
 
 def _explicit(mesh: Mesh) -> bool:

@@ -88,7 +88,9 @@ class Engine:
         kernels: str | None = None,
     ) -> None:
         self._kernels = _check.choice("kernels", kernels, (None, *KERNELS))
-        self._triton, self._native = _wants_triton(kernels), chosen(kernels)
+        self._triton = _wants_triton(kernels)
+        if kernels == "native":
+            chosen(kernels)  # fails now where it is missing; else asked only where tensors are on the CPU
         inner = INNER["cuda" if self._triton else "cpu"]
         self.schedule = Schedule(strategy, lookahead, inner, max_vectors, kept_inputs)
         self.key = Key() if key is None else key
@@ -134,7 +136,7 @@ class Engine:
         fits = part.region.contiguous and (part.device.type == "cuda" or self._kernels == "triton")
         if fits and self._triton:
             return "triton"
-        return "native" if part.device.type == "cpu" and self._native else "torch"
+        return "native" if part.device.type == "cpu" and chosen(self._kernels) else "torch"
 
     def _executor(self, kernels: str, vectors: Vectors) -> Executor:
         secret = self.key.derive("noise").secret
