@@ -130,13 +130,11 @@ def one(folder):
         Training(plan, placed(mesh, replicated), rows=rows).train(open_run(plan)).weights,
         expected,
     )
-    in_turns = Training(plan, placed(mesh, replicated), rows=rows, microbatch=8).train(open_run(plan))
-    compare("data-parallel in microbatches", in_turns.weights, expected)
-    both = Training(plan, placed(mesh, SPECS), rows=rows)
+    both = Training(plan, placed(mesh, SPECS), rows=rows, microbatch=8)
     text = both.program(open_run(plan))
     assert not any(word in text for word in COLLECTIVES), "a collective in the noise step"
     print("no collective holds", flush=True)
-    both.train(open_run(plan, folder / "both"), until=5)
+    compare("sharded, in microbatches,", both.train(open_run(plan)).weights, expected)
     shard = both.history["in"].addressable_shards[0].data
     assert shard.size * 2 == both.history["in"].size  # sharded like the weights, over two
     flat = Training(plan, placed(mesh, SPECS), mesh=mesh, rows=rows)

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from textwrap import dedent
 
@@ -69,6 +70,17 @@ def _dotted(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
+def parsed(text):
+    return ast.parse(text)
+
+
+@cache
+def at_run_time(text):
+    """Without what only type checkers see; of a tree of its own, since it is changed."""
+    return _AtRunTime().visit(ast.parse(text))
+
+
 def imported(tree, modules):
     """What a file imports: modules of bandmf by their own name, others as they are written."""
     for node in ast.walk(tree):
@@ -101,7 +113,7 @@ def violations(files):
     found = [
         f"{module} has no place in the architecture's list" for module in sorted(set(files) - set(known))
     ]
-    graph = {module: set(imported(ast.parse(text), files)) for module, text in known.items()}
+    graph = {module: set(imported(parsed(text), files)) for module, text in known.items()}
     for module, targets in graph.items():
         above = ORDER[: ORDER.index(layer(module)) + 1]
         for target in sorted(targets):
@@ -115,7 +127,7 @@ def violations(files):
 
 def circles(files):
     """One sentence for each import that is part of a circle when the program runs."""
-    trees = {module: _AtRunTime().visit(ast.parse(text)) for module, text in files.items()}
+    trees = {module: at_run_time(text) for module, text in files.items()}
     graph = {module: set(imported(tree, files)) for module, tree in trees.items()}
     needs = {module: reachable(module, graph) for module in graph}
     return [

@@ -74,4 +74,5 @@ def test_python_does_not_shut_down_while_threads_of_gloo_live(name, arguments, t
 
 def test_every_example_is_listed_here():
     listed = {"classifier.py", "lora.py", "language_model.py", "fsdp.py", "ddp.py"}
+    listed |= {"jax_logistic.py", "jax_transformer.py", "jax_sharded.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == listed

@@ -11,7 +11,7 @@ import pytest
 from children import HERE, environment
 
 CLAIMS = [
-    "data-parallel", "data-parallel in microbatches", "no collective", "flat over all devices", "steps taken at once",
+    "data-parallel", "sharded, in microbatches,", "no collective", "flat over all devices", "steps taken at once",
     "an eighth each", "restart on one device", "restart on eight devices, flat", "two processes, restarted,",
 ]  # fmt: skip
 SCRIPT = HERE / "jax_mesh_training.py"
