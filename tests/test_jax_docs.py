@@ -1,0 +1,16 @@
+"""The pages on JAX do what they say: every block of code on them runs."""
+
+from __future__ import annotations
+
+from pages import run
+
+
+def test_the_page_on_jax_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)  # it keeps its runs in folders
+    names = run("docs/jax.md")
+    assert names["run"].finished
+    assert capsys.readouterr().out == "epsilon=8.00 after 60 steps\n"
+
+
+def test_the_page_for_jax_privacy_runs():
+    assert run("docs/migrate-jax-privacy.md")["run"].finished
