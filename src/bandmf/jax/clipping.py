@@ -143,15 +143,14 @@ def _bound(additions: int) -> float:
 
 def _sum_of_squares(leaf: Array) -> tuple[Array, int]:
     """The sum, in a tree of sums of at most LEAF numbers, and how many additions a number goes through in it."""
-    flat = jnp.square(leaf).reshape(-1)
-    additions = 0
+    flat, rest, additions = jnp.square(leaf).reshape(-1), [], LEAF
     while flat.size > LEAF:
-        rows = -(-flat.size // LEAF)
-        padded = jnp.pad(flat, (0, rows * LEAF - flat.size)).reshape(rows, LEAF)
+        even = flat.size // LEAF * LEAF  # what is left is added at the end: padding would copy all of it
+        rest.append(flat[even:].sum())
         # A compiler that sees through both sums makes one long one of them, whose error has no such bound.
-        flat = lax.optimization_barrier(padded.sum(axis=1))
-        additions += LEAF
-    return flat.sum(), additions + LEAF
+        flat = lax.optimization_barrier(flat[:even].reshape(-1, LEAF).sum(axis=1))
+        additions += LEAF + 1
+    return sum(rest, flat.sum()), additions
 
 
 def _masked_sum(rows: Array, counts: Array) -> Array:
