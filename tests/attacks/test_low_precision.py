@@ -146,3 +146,25 @@ def test_a_precision_that_was_chosen_for_one_device_is_honored(new_settings, num
         assert precision() == "highest"
     assert new_settings[number].fp32_precision == chosen
     assert outcome(small_net(), vectors(), "auto").refused is None
+
+
+def by_mean_in(dtype):
+    def loop(private, batch):
+        with torch.autocast("cpu", dtype=dtype):
+            scores = private.model(batch[0])
+        functional.cross_entropy(scores.float(), batch[1]).backward()
+        private.optimizer.step()
+
+    return loop
+
+
+def test_a_mean_in_float16_without_a_scale_is_refused():
+    """Gradients that are divided by the number of examples vanish there: one more moved 635 times the clip norm."""
+    refused = outcome(small_net(), vectors(), "auto", by_mean_in(torch.float16), clip_norm=1.0).refused
+    assert refused.startswith("loss: a mean in float16 divides gradients by 8")
+    assert refused.endswith("or a GradScaler")
+
+
+def test_a_mean_in_bfloat16_says_once_what_it_costs(recwarn):
+    outcome(small_net(), vectors(), "auto", by_mean_in(torch.bfloat16), clip_norm=1.0)
+    assert len([one for one in recwarn if "a mean loss in half precision" in str(one.message)]) == 1

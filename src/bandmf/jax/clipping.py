@@ -186,9 +186,33 @@ def _in_turns(add_up: Callable[[Any], tuple[Any, Any]], batch: Any, rows: int, s
     shapes = jax.eval_shape(add_up, jax.tree.map(lambda leaf: leaf[0], parts))[0]
     start = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
-    def turn(total: Any, part: Any) -> tuple[Any, Any]:
+    def turn(sums: Sums, part: Any) -> tuple[Sums, Any]:
         more, seen = add_up(part)
-        return jax.tree.map(jnp.add, total, more), seen
+        return added(sums, more), seen
 
-    total, seen = lax.scan(turn, start, parts)
-    return total, jax.tree.map(joined, seen)
+    sums, seen = lax.scan(turn, Sums(start, start), parts)
+    return together(sums), jax.tree.map(joined, seen)
+
+
+class Sums(NamedTuple):
+    """A running sum, and what rounding has taken from it so far: else one term more could move it by many roundings."""
+
+    total: Any
+    lost: Any
+
+
+def added(sums: Sums, more: Any) -> Sums:
+    """One term more; the error of every addition is computed exactly, and kept."""
+    total = jax.tree.map(jnp.add, *lax.optimization_barrier((sums.total, more)))
+
+    def error(before: Array, term: Array, after: Array) -> Array:
+        back = after - before
+        return (before - (after - back)) + (term - back)
+
+    lost = jax.tree.map(error, sums.total, more, lax.optimization_barrier(total))
+    return Sums(total, jax.tree.map(jnp.add, sums.lost, lost))
+
+
+def together(sums: Sums) -> Any:
+    """The sum, rounded once."""
+    return jax.tree.map(jnp.add, sums.total, sums.lost)

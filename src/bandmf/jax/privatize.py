@@ -1,9 +1,9 @@
 """privatize: the sum of clipped gradients becomes the private mean, as a gradient transformation of optax.
 
 Guarantees, in compiled code too, where nothing can raise:
-- the noise of a step is drawn only with the secret for that very step and run, which bandmf.jax.Run gives when its
-  ledger has the step; with any other the result is NaN;
-- a sum that was clipped to another norm than the noise is for is refused;
+- the noise of a step is added only with the secret for that very step and run, and only to the very sum that the ledger
+  of bandmf.jax.Run has; with any other step, run or sum the result is NaN;
+- a sum that was clipped to another norm than the noise is for, or of which nothing is known, is refused;
 - the secret is an argument: neither a constant of the program nor part of the state.
 """
 
@@ -30,7 +30,7 @@ _NO_KEY = Key(bytes(32))  # of the engine, whose key comes with every call
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("noise_key", "run", "step", "seeds"),
+    data_fields=("noise_key", "run", "step", "seeds", "sum"),
     meta_fields=("plan", "digests"),
 )
 @dataclass(frozen=True, repr=False)
@@ -41,11 +41,17 @@ class Secret:
     run: Array  # which run it is of
     step: Array
     seeds: Array  # of the digest
+    sum: Array  # the digest of the sum that the ledger has
     plan: str
-    digests: bool = False  # whether the sum's digest is wanted, as its step is one of several taken at once
+    digests: bool = (
+        False  # the ledger has no sum yet, as the step is one of several taken at once, but wants its digest
+    )
 
     def __repr__(self) -> str:
         return "Secret(...)"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a Secret is for one step of one process, and is never stored")
 
     def at(self, step: Array) -> Secret:
         """The same for another step."""
@@ -57,7 +63,7 @@ class Secret:
     data_fields=("noise", "provenance", "digest"),
     meta_fields=("plan", "clip_norm"),
 )
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PrivateState:
     """The state of `privatize`, a pytree. It holds the noise of the last steps, in the clear: save it by `run.save`."""
 
@@ -66,6 +72,9 @@ class PrivateState:
     digest: Array  # of the last sum, where it was wanted
     plan: str
     clip_norm: float
+
+    def __repr__(self) -> str:
+        return f"PrivateState(step={self.noise.step})"
 
     @property
     def step(self) -> Array:
@@ -103,12 +112,13 @@ def privatize(
     def update(
         updates: Any, state: PrivateState, params: Any = None, *, secret: Secret | None = None, **_: Any
     ) -> tuple[Any, PrivateState]:
-        secret = _checked(secret, plan)
         total = _opened(updates, clip_norm)
-        found = digest(total, secret.seeds) if secret.digests else state.digest
-        begins = state.step == 0
-        own = jnp.where(begins, secret.run, state.provenance)
+        secret = _checked(secret, plan, total)
+        found = digest(total, secret.seeds)
+        own = jnp.where(state.step == 0, secret.run, state.provenance)
         permitted = (secret.step == state.step) & jnp.all(own == secret.run)
+        if not secret.digests:
+            permitted &= jnp.all(found == secret.sum)
         noisy, noise = engine.add(
             state.noise, total, jnp.where(permitted, jnp.float32(scale), jnp.nan), secret.noise_key
         )
@@ -120,7 +130,7 @@ def privatize(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _checked(secret: Secret | None, plan: Plan) -> Secret:
+def _checked(secret: Secret | None, plan: Plan, total: Any) -> Secret:
     if not isinstance(secret, Secret):
         raise _check.fail(
             "secret", type(secret).__name__, "must be the secret of the step",
@@ -131,21 +141,37 @@ def _checked(secret: Secret | None, plan: Plan) -> Secret:
         raise _check.fail(
             "plan", plan.digest, f"the run has the plan {secret.plan!r}", "give privatize the plan of the run"
         )
+    if any(_traced(leaf) for leaf in jax.tree.leaves(total)) and not _traced(secret.noise_key):
+        raise ValueError(
+            "secret: would become a constant of the compiled program; make it an argument of the jitted function"
+        )
     return secret
 
 
+def _traced(value: Any) -> bool:
+    return isinstance(value, jax.core.Tracer)
+
+
 def _opened(updates: Any, clip_norm: float) -> Any:
-    """The sums, in float32. Those of another library have no norm with them that could be compared."""
-    if isinstance(updates, Clipped):
-        if updates.clip_norm != clip_norm:
-            raise _check.fail(
-                "clip_norm",
-                clip_norm,
-                f"the gradients were clipped to {updates.clip_norm}",
-                "use one norm for both",
-            )
-        updates = updates.total
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), updates)
+    """The sums, in float32."""
+    if not isinstance(updates, Clipped):
+        raise _check.fail(
+            "updates", type(updates).__name__, "must be a sum of clipped gradients, as clipped_gradient gives it",
+            "privatize comes first in a chain; bandmf.jax.Clipped(total, clip_norm) states it of another library's sum",
+        )  # fmt: skip
+    if updates.clip_norm != clip_norm:
+        raise _check.fail(
+            "clip_norm",
+            clip_norm,
+            f"the gradients were clipped to {updates.clip_norm}",
+            "use one norm for both",
+        )
+    return single(updates).total
+
+
+def single(clipped: Clipped) -> Clipped:
+    """The sums in float32, in which they are recorded and noise is added."""
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), clipped)
 
 
 def private_states(tree: Any) -> list[PrivateState]:

@@ -28,12 +28,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from bandmf import _check
-from bandmf.ledger.checks import check_process, expect_same
+from bandmf.ledger.checks import MOVED, REVEALS, check_process, expect_same, one_at_a_time
 from bandmf.ledger.file import LockedLines, Place
 from bandmf.randomness.key import Key
 
@@ -42,15 +43,6 @@ _SIZE = 16  # bytes of a digest
 _CHAIN = b', "chain": "'  # what comes before it, at the end of a line
 # Of the first line; the rest of it is what the run was given.
 _BOOKKEEPING = ("kind", "format", "run_id", "place", "copied_from", "chain")
-_REVEALS = (
-    "two results with the same noise reveal their difference: restart with the same code, data, machine and number "
-    "of ranks, or begin a new run in another folder; if nobody ever saw anything that came of the steps from {0} on, "
-    "say so with withdraw({0}, statement)"
-)
-_MOVED = (
-    "if the original is gone, say so with moved='moved'; if it may still be used, moved='copied' begins a run of its "
-    "own from these weights, whose privacy is spent in addition"
-)
 
 
 def _fresh_run_id() -> str:
@@ -79,7 +71,7 @@ class Ledger:
         run: Mapping[str, Any] | None = None,
         moved: str | None = None,
     ) -> None:
-        self._user_key, self._process = key, os.getpid()
+        self._user_key, self._process, self._lock = key, os.getpid(), threading.RLock()
         self._moved = _check.choice("moved", moved, (None, "moved", "copied"))
         self._file = None if path is None else LockedLines(Path(path))
         self._forget(_fresh_run_id())
@@ -103,11 +95,11 @@ class Ledger:
         self._chains = bytearray()  # one for each line
         self._place: Place | None = None
         self.copied_from: dict[str, Any] | None = None
-        self._reserved: tuple[int, int, str] | None = (
-            None  # the last chunk: its first step, its end, what goes in
-        )
+        # Chunks, each with its first step, its end and what goes in: the last one, and all that were not withdrawn.
+        self._reserved: tuple[int, int, str] | None = None
         self.replays = 0
         self._begun = False
+        self._chunks: set[tuple[int, int, str]] = set()
 
     # --- the beginning ------------------------------------------------------------------------------------
 
@@ -181,7 +173,7 @@ class Ledger:
         if not here and self._moved is None:
             raise _check.fail(
                 "moved", None, f"{folder} was moved, copied or restored since its run began, and a copy that goes on "
-                "beside its original uses the same noise for different sums", _MOVED,
+                "beside its original uses the same noise for different sums", MOVED,
             )  # fmt: skip
 
     # --- what a run may do --------------------------------------------------------------------------------
@@ -211,6 +203,7 @@ class Ledger:
         """How many steps the runs had released that this one was copied from, oldest first."""
         return list(self.copied_from["steps"]) if self.copied_from else []
 
+    @one_at_a_time
     def release(self, step: int, batch: bytes, total: bytes) -> str:
         """Record, on the disk, that the noisy `total` of this `batch` is about to be released.
 
@@ -222,6 +215,7 @@ class Ledger:
             raise self._unfinished(step)
         return self._release(step, batch, total)
 
+    @one_at_a_time
     def reserve(self, step: int, count: int, inputs: bytes) -> None:
         """Record, on the disk, that `count` steps from this one on are about to be taken at once, as a chunk.
 
@@ -234,10 +228,16 @@ class Ledger:
         chunk = step, end, self._digest(inputs, step, b"inputs").hex()
         if self._pending and end > self._pending[0] and chunk != self._pending:
             raise self._unfinished(step)
+        if (
+            step < self.steps_released and chunk not in self._chunks
+        ):  # which would be found too late, by its sums
+            what = "was released before, and not by this chunk with this program, these weights and batches"
+            raise _check.fail("step", step, what, REVEALS.format(step))
         if end > self.steps_released and chunk != self._pending:
             self._append({"kind": "reserve", "step": step, "count": count, "inputs": chunk[2]})
-            self._reserved = chunk
+            self._reserve(chunk)
 
+    @one_at_a_time
     def finish(self, step: int, sums: list[tuple[bytes, bytes]]) -> None:
         """Record the (batch, total) of every step of a chunk that was reserved, from this step on."""
         self._check_process()
@@ -245,6 +245,10 @@ class Ledger:
             raise _check.fail("count", len(sums), f"only the steps before {self.steps_spent} were reserved")
         for number, (batch, total) in enumerate(sums, start=step):
             self._release(number, batch, total)
+
+    def _reserve(self, chunk: tuple[int, int, str]) -> None:
+        self._reserved = chunk
+        self._chunks.add(chunk)
 
     @property
     def _pending(self) -> tuple[int, int, str] | None:
@@ -257,7 +261,7 @@ class Ledger:
         return _check.fail(
             "step", step, f"the steps {first} to {end - 1} were begun as one chunk that did not end, and their noise "
             "may be known", "take just this chunk again, from the same weights, with the same batches and program; "
-            + _REVEALS.format(first),
+            + REVEALS.format(first),
         )  # fmt: skip
 
     def _check_step(self, step: int) -> None:
@@ -274,7 +278,7 @@ class Ledger:
         )
         if before and found != before:
             what = "sum of gradients" if found[:_SIZE] == before[:_SIZE] else "batch of examples"
-            raise _check.fail("step", step, f"was released before with another {what}", _REVEALS.format(step))
+            raise _check.fail("step", step, f"was released before with another {what}", REVEALS.format(step))
         kind = "replay" if before else "step"
         batch_digest, sum_digest = found[:_SIZE].hex(), found[_SIZE:].hex()
         self._append({"kind": kind, "step": step, "batch": batch_digest, "sum": sum_digest})
@@ -302,6 +306,7 @@ class Ledger:
         """Whether the first so many lines have this digest. If not, lines were lost that a checkpoint knew."""
         return 0 < entries <= self.entries and self.chain(entries) == chain
 
+    @one_at_a_time
     def withdraw(self, step: int, statement: str) -> None:
         """Take back all steps from this one on: only for results that nobody has seen, which you must state."""
         step = _check.whole("step", step, 0, self.steps_released)
@@ -378,7 +383,7 @@ class Ledger:
             self.copied_from = entry.get("copied_from")
             self.run = {name: value for name, value in entry.items() if name not in _BOOKKEEPING}
         elif kind == "reserve":
-            self._reserved = entry["step"], entry["step"] + entry["count"], entry["inputs"]
+            self._reserve((entry["step"], entry["step"] + entry["count"], entry["inputs"]))
         elif kind != "moved":
             self._apply(kind, entry["step"], bytes.fromhex(entry.get("batch", "") + entry.get("sum", "")))
 
@@ -386,6 +391,7 @@ class Ledger:
         if kind == "withdraw":
             del self._released[2 * _SIZE * step :]
             self._reserved = None  # all before this step is on record, and all after it was never seen
+            self._chunks = {chunk for chunk in self._chunks if chunk[1] <= step}
         elif kind == "replay":
             self.replays += 1
         else:

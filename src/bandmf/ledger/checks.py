@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 from bandmf import _check
 
+REVEALS = (
+    "two results with the same noise reveal their difference: restart with the same code, data, machine and number "
+    "of ranks, or begin a new run in another folder; if nobody ever saw anything that came of the steps from {0} on, "
+    "say so with withdraw({0}, statement)"
+)
+MOVED = (
+    "if the original is gone, say so with moved='moved'; if it may still be used, moved='copied' begins a run of its "
+    "own from these weights, whose privacy is spent in addition"
+)
 _REMEDY = {
     "plan": "continue with the plan of the run, which make_private saved beside the ledger: bandmf.Plan.load(folder / "
     "'plan.json'); planning again can give another certificate, and so another plan. Or begin a run in another folder",
@@ -16,6 +27,17 @@ _REMEDY = {
     "sampler": "the privacy of the plan rests on the batches of the sampler",
     "examples": "the data may not change during a run",
 }
+
+
+def one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Threads take turns: two that release one step would both find that it is new."""
+
+    @wraps(method)
+    def alone(self: Any, *given: Any) -> Any:
+        with self._lock:
+            return method(self, *given)
+
+    return alone
 
 
 def check_process(opened_by: int) -> None:

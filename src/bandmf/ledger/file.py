@@ -107,7 +107,7 @@ class LockedLines:
             if os.write(self._file, line + b"\n") <= len(line):
                 raise OSError(f"{self.path}: the disk is full")
             os.fsync(self._file)
-        except OSError:
+        except BaseException:  # Ctrl-C too
             os.ftruncate(self._file, before)  # half a line must not come before the next
             raise
 

@@ -1,8 +1,9 @@
 """A digest of arrays where they are, for the ledger to hash once more: 128 bits that depend on every bit of theirs.
 
-Four sums, modulo 2^32, of all words times odd numbers that depend on a secret seed and on the place of the word. Not
-cryptographic: it tells apart arrays that differ by accident, which is all that replays need. Sums do not depend on how
-an array is sharded.
+Four sums, modulo 2^32, of a number for each word that looks random and depends on the word, its place and a secret
+seed. (Products of words with odd numbers would not do: two signs that flip change such a sum by 2^31 twice, which is
+nothing.) Not cryptographic: it tells apart arrays that differ by accident, which is all that replays need. Sums do not
+depend on how an array is sharded.
 """
 
 from __future__ import annotations
@@ -42,9 +43,7 @@ def words(leaf: Array) -> Array:
 
 def _sums(bits: Array, seeds: Array) -> Array:
     place = _places(bits.shape)
-    return jnp.stack(
-        [(bits * (_mixed(place + seeds[k]) | np.uint32(1))).sum(dtype=jnp.uint32) for k in range(WORDS)]
-    )
+    return jnp.stack([_mixed(bits ^ _mixed(place + seeds[k])).sum(dtype=jnp.uint32) for k in range(WORDS)])
 
 
 def _places(shape: tuple[int, ...]) -> Array:

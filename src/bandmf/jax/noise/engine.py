@@ -44,7 +44,7 @@ Array = jax.Array
     data_fields=("step", "history", "prepared", "refreshed", "coefficients"),
     meta_fields=("provenance",),
 )
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class State:
     """The state of a run, a pytree: the number of steps taken and the vectors that later noise needs.
 
@@ -59,6 +59,9 @@ class State:
     prepared: dict[str, Array] = field(default_factory=dict)
     refreshed: Array | int = -1
     coefficients: Table | None = None
+
+    def __repr__(self) -> str:
+        return f"State(step={self.step})"  # the history is noise, and does not belong into a log
 
 
 class Engine:
@@ -181,8 +184,8 @@ class Engine:
             set(state.prepared) != set(shapes) or any(len(p) != rows for p in state.prepared.values())
         ):
             raise ValueError("state: has no prepared sums for this engine; begin with this engine's init")
-        if set(self._layouts) != set(shapes):
-            raise ValueError("state: was made by another engine; begin with this engine's init")
+        if {name: layout.shape for name, layout in self._layouts.items()} != shapes:
+            raise ValueError("state: is not of the model that this engine's init was last called for")
         for name, shape in shapes.items():
             leaf = leaves[name]
             checks.check_gradient(name, leaf.shape, shape, leaf.dtype, self._dtypes.get(name), DTYPES)

@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from bandmf import _check
+from bandmf.jax.clipping import Sums, added, together
 from bandmf.randomness.stream import Indices
 
 Array = jax.Array
@@ -45,16 +46,16 @@ class Batch:
 
     def sum(self, gradient: Callable[..., Any]) -> Any:
         """gradient(data, mask=mask), added up over the pieces of the batch: one, but for the largest batches."""
-        total = None
-        for piece in self:
-            more = gradient(piece.data, mask=piece.mask)
-            total = more if total is None else _add(total, more)
-        return total
+        pieces = iter(self)
+        first = next(pieces)
+        total, sums = gradient(first.data, mask=first.mask), None
+        for piece in pieces:
+            sums = Sums(total, jax.tree.map(jnp.zeros_like, total)) if sums is None else sums
+            sums = _add(sums, gradient(piece.data, mask=piece.mask))
+        return total if sums is None else together(sums)
 
 
-@partial(jax.jit, donate_argnums=(0, 1))
-def _add(total: Any, more: Any) -> Any:
-    return jax.tree.map(jnp.add, total, more)
+_add = jax.jit(added, donate_argnums=0)
 
 
 class Source:

@@ -48,11 +48,10 @@ def save(run: Run, tree: Any) -> Path:
     leaves, state = _parts(tree)
     history = _history(state)
     written = [*leaves.values(), *(_xor(state, name, run.key, salt) for name in history)]
-    with _orbax() as orbax:
-        orbax.save(
-            (draft / ARRAYS).absolute(), {f"{k:05d}": leaf for k, leaf in enumerate(written) if leaf.size}
-        )
-        orbax.wait_until_finished()
+    if arrays := {f"{k:05d}": leaf for k, leaf in enumerate(written) if leaf.size}:
+        with _orbax() as orbax:
+            orbax.save((draft / ARRAYS).absolute(), arrays)
+            orbax.wait_until_finished()
     shapes = {name: list(leaf.shape) for name, leaf in (leaves | history).items()}
     contents = {"salt": salt, "noise": state.noise.provenance.dumps(), "shapes": shapes}
     first(lambda: create_secret(draft / CONTENTS, json.dumps(contents).encode()))

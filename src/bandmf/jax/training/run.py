@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 from bandmf import _check
 from bandmf.jax.clipping import Clipped
 from bandmf.jax.noise.digest import WORDS, all_finite, digest
-from bandmf.jax.privatize import PrivateState, Secret, private_states
+from bandmf.jax.privatize import PrivateState, Secret, private_states, single
 from bandmf.jax.training import checkpoint, chunks
 from bandmf.jax.training.batches import Batch, Source
 from bandmf.jax.training.chunks import Chunk
@@ -88,12 +88,12 @@ class Run:
                 "plan: its events are not those of its batches; make a new plan with bandmf.plan(...)"
             )
         self.steps_taken = 0
-        self._steps_spent = 0
+        self._steps_spent = self.on_ledger(lambda ledger: ledger.steps_spent)
         self._begun: float | None = None  # with this clip norm
         self._batch: Batch | Chunk | None = None  # drawn, and not yet released
         self._passes = 0
         self._words = _Words(self._opened.run_key)
-        self._examine = jax.jit(lambda total, seeds: (digest(total, seeds), all_finite(total)))
+        self._examine = jax.jit(_examined)
         self._programs = chunks.Programs()
 
     def _same_everywhere(self, name: str, value: Any) -> None:
@@ -201,7 +201,12 @@ class Run:
         state = self._state_in(arguments)
         self._begin(state)
         words = self._words
-        found, finite = self._examine(total.total if isinstance(total, Clipped) else total, words.seeds)
+        if not isinstance(total, Clipped):
+            raise _check.fail(
+                "total", type(total).__name__, "must be what clipped_gradient gives",
+                "state of another library's sum what it was clipped to: bandmf.jax.Clipped(total, clip_norm)",
+            )  # fmt: skip
+        found, finite = self._examine(total, words.seeds)
         if not finite:
             raise ValueError(
                 f"step={batch.step}: a sum of gradients is not finite; nothing was released: clip with clipped_gradient"
@@ -209,7 +214,7 @@ class Run:
         digests = np.asarray(found).tobytes()
         self.on_ledger(lambda ledger: ledger.release(batch.step, batch._indices.tobytes(), digests))
         self._steps_spent = max(self._steps_spent, batch.step + 1)
-        result = update(total, *arguments, secret=words.secret(self.plan, batch.step))
+        result = update(total, *arguments, secret=words.secret(self.plan, batch.step, found))
         self.steps_taken, self._batch = batch.step + 1, None
         return result
 
@@ -222,7 +227,7 @@ class Run:
             raise ValueError("chunk: is not the one at hand; release the chunks of run.chunks in their order")
         state = self._state_in(carry)
         self._begin(state)
-        secret, carry = self._words.secret(self.plan, chunk.step, digests=True), chunks.as_stored(carry)
+        secret, carry = self._words.secret(self.plan, chunk.step), chunks.as_stored(carry)
         program = self._programs.compiled(advance, chunk, carry, secret)
         decides = chunks.deciding(carry), chunk.rows
         inputs = self._words.digest(decides) + program.identity + chunk.indices
@@ -340,14 +345,21 @@ class _Words:
         self.run, self.seeds = (jnp.asarray(_first_words(key.derive(use).secret)) for use in ("run", "sums"))
         self._digest = jax.jit(digest)
 
-    def secret(self, plan: Plan, step: int, digests: bool = False) -> Secret:
-        """For this step."""
+    def secret(self, plan: Plan, step: int, total: jax.Array | None = None) -> Secret:
+        """For this step and the sum with this digest; or, without, for steps that are taken at once."""
         key, number = jnp.asarray(self._noise, jnp.uint32), jnp.asarray(step, jnp.int32)
-        return Secret(key, self.run, number, self.seeds, plan.digest, digests)
+        known = jnp.zeros(WORDS, jnp.uint32) if total is None else total
+        return Secret(key, self.run, number, self.seeds, known, plan.digest, digests=total is None)
 
     def digest(self, tree: Any) -> bytes:
         """Of every bit of a pytree."""
         return np.asarray(self._digest(tree, self.seeds)).tobytes()
+
+
+def _examined(total: Clipped, seeds: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The digest of the sums, as privatize sees them, and whether they are finite."""
+    sums = single(total).total
+    return digest(sums, seeds), all_finite(sums)
 
 
 def _first_words(secret: bytes) -> Any:

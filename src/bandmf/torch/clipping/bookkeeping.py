@@ -58,9 +58,12 @@ class Bookkeeping:
         self._recorder.begin(rows)
 
     @property
-    def half_precision(self) -> bool:
-        """Whether gradients of less than float32 were recorded."""
-        return any(torch.finfo(entry.gradient.dtype).bits < 32 for entry in self._recorder.peek())
+    def half_precision(self) -> set[torch.dtype]:
+        return {
+            entry.gradient.dtype
+            for entry in self._recorder.peek()
+            if torch.finfo(entry.gradient.dtype).bits < 32
+        }
 
     @torch.no_grad()
     def add_to(self, sums: dict[str, Tensor], rows: int, valid: int, scale: float) -> Tensor:

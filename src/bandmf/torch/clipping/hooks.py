@@ -66,10 +66,10 @@ class PerExample:
             self._hooks.enable_hooks()
 
     @property
-    def half_precision(self) -> bool:
-        """Whether gradients of less than float32 were found."""
+    def half_precision(self) -> set[torch.dtype]:
         samples = (getattr(parameter, "grad_sample", None) for parameter in self._parameters.values())
-        return any(torch.finfo(sample.dtype).bits < 32 for sample in samples if sample is not None)
+        kinds = {sample.dtype for sample in samples if isinstance(sample, Tensor)}
+        return {kind for kind in kinds if torch.finfo(kind).bits < 32}
 
     @torch.no_grad()
     def add_to(self, sums: dict[str, Tensor], rows: int, valid: int, scale: float) -> Tensor:

@@ -23,7 +23,9 @@ class Clipping(Protocol):
     otherwise: Callable[[Exception], Clipping] | None
 
     @property
-    def half_precision(self) -> bool: ...
+    def half_precision(self) -> set[torch.dtype]:
+        """The types of less than float32 in which gradients were found."""
+
     def explain(self) -> str: ...
     def record(self, rows: int | None) -> None: ...
     def add_to(self, sums: dict[str, Tensor], rows: int, valid: int, scale: float) -> Tensor:

@@ -13,6 +13,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -85,6 +86,7 @@ class Stepper:
         self.stepped = False  # whether the last call of `consume` completed a step
         self._piece: Piece | None = None
         self._failed = False  # the last call of `consume` did not come to its end
+        self._warned = False  # of a mean loss in half precision
         self._partial = False  # some batches of a step are added up, more are to come
 
     @property
@@ -189,12 +191,29 @@ class Stepper:
             self.sums.clear()
         rows = len(piece.indices)
         scale = (1 if self.summed else rows) / loss_scale
+        if scale > 1 and self.clipping.half_precision and piece.rehearsal is None:
+            self._mean_in_half_precision(scale)
         if piece.rehearsal is not None:
             assert self.self_test is not None
             self.self_test.observe(piece.rehearsal, scale)
         else:
             left_out = self.clipping.add_to(self.sums.views, rows, piece.valid, scale)
             self.left_out = self.left_out.to(left_out.device) + left_out
+
+    def _mean_in_half_precision(self, scale: float) -> None:
+        """A mean divides by the number of examples before gradients are rounded: one more can round them all anew."""
+        remedy = "use private.backward(losses), with one loss for each example, or loss_reduction='sum'"
+        if torch.float16 in self.clipping.half_precision:
+            raise ValueError(
+                f"loss: a mean in float16 divides gradients by {scale:.3g}, below what float16 can tell apart; "
+                f"{remedy}, or a GradScaler"
+            )
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"a mean loss in half precision: one example more can round the gradients of all others anew; {remedy}",
+                stacklevel=4,
+            )
 
     def _release(self, piece: Piece) -> None:
         add_noise = self.engine.ready(self.noise, self.sums.views, self.scale)

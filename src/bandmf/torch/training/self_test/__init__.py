@@ -275,7 +275,7 @@ class SelfTest:
 
     def _halved(self) -> bool:
         """Whether products have less than the precision of float32."""
-        return precision() != "highest" or self._stepper.clipping.half_precision
+        return precision() != "highest" or bool(self._stepper.clipping.half_precision)
 
 
 def _large(distinct: int, rows: int, kind: str) -> Rehearsal:
