@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 import bandmf
 from bandmf.accounting.bins import gram_matrix
 from bandmf.noise.schedule import Schedule
+from bandmf.participation import Single
 from bandmf.strategies import (
     Banded,
     BandedInverse,
@@ -26,6 +29,7 @@ SMALL = {
     "steps": 80,
     "certify_seconds": 3,
 }
+ONCE = {"participation": Single(), "batch_size": 12.5}
 FALLING = 1 / np.sqrt(np.arange(1, 9))
 
 
@@ -102,3 +106,36 @@ def test_a_banded_strategy_is_kept_and_one_beyond_float32_is_refused():
     assert in_float32(mine) is mine
     with pytest.raises(ValueError, match=r"largest of inverse_coefficients=1e\+40: .*float32: scale it"):
         in_float32(BandedInverse([1e40, -1e39], 3))
+
+
+def test_a_plan_whose_parameters_float32_does_not_hold_is_refused():
+    """A file from elsewhere could have a certificate for a C that no engine has: delta was 1, not 1e-5."""
+    plan = bandmf.plan(**SMALL, sampling="balls-in-bins", mechanism="blt")
+    other = BufferedToeplitz(upwards(plan.strategy.scales), plan.strategy.decays, plan.steps)
+    for changes in ({"strategy": other}, {"noise_multiplier": plan.certificate.sigma}):
+        with pytest.raises(ValueError, match="float32 does not hold"):
+            replace(plan, **changes)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        BufferedToeplitz(
+            [2.0**24, -(2.0**24)], [0.9, float(np.nextafter(np.float32(0.9), np.float32(0)))], 80
+        ),
+        BandedInverse(np.poly([0.7] * 12), 80),
+    ],
+    ids=["BLT", "banded inverse"],
+)
+@pytest.mark.parametrize("more", [{"sampling": "balls-in-bins"}, ONCE])
+def test_large_numbers_that_cancel_are_refused(strategy, more):
+    """In float32 their noise has so few values that a sum could be read off."""
+    with pytest.raises(ValueError, match=r"sum of \|.*too large for noise in float32"):
+        bandmf.plan(**{**SMALL, **more}, strategy=strategy)
+
+
+def test_plans_without_sampling_have_parameters_of_float32_too():
+    given = STRATEGIES["lambda-CGD"]
+    plan = bandmf.plan(**{**SMALL, **ONCE}, strategy=given)
+    assert plan.strategy is in_float32(plan.strategy)
+    assert not np.array_equal(plan.strategy.inverse_coefficients, given.inverse_coefficients)

@@ -241,6 +241,7 @@ class Ledger:
     def finish(self, step: int, sums: list[tuple[bytes, bytes]]) -> None:
         """Record the (batch, total) of every step of a chunk that was reserved, from this step on."""
         self._check_process()
+        self._check_step(step)
         if step + len(sums) > self.steps_spent:
             raise _check.fail("count", len(sums), f"only the steps before {self.steps_spent} were reserved")
         for number, (batch, total) in enumerate(sums, start=step):

@@ -29,6 +29,7 @@ from bandmf.planning.setup import Setup
 from bandmf.sampling import cycle_length
 from bandmf.sensitivities import sensitivity
 from bandmf.strategies import Identity, Strategy
+from bandmf.strategies.single_precision import MARGIN, in_float32
 from bandmf.workloads import Workload
 
 
@@ -91,6 +92,7 @@ class Plan(Setup):
                 f"{found.sigma:.6g} or more, not for epsilon={self.epsilon:g}, delta={self.delta:g} and "
                 f"{self.noise_multiplier:.6g}; make a new plan with bandmf.plan"
             )
+        self._check_single_precision(found.sigma)
         if isinstance(found, BinsCertificate):
             certified, planned = f"cycle={found.cycle}", f"cycle={self.cycle}"
         else:
@@ -101,6 +103,14 @@ class Plan(Setup):
         if certified != planned:
             raise NotCertifiedError(
                 f"certificate: is for {certified}, not for {planned}; make a new plan with bandmf.plan"
+            )
+
+    def _check_single_precision(self, sigma: float) -> None:
+        """What is certified must be what engines make, which multiply in float32."""
+        if in_float32(self.strategy) is not self.strategy or self.noise_multiplier < sigma * MARGIN:
+            raise NotCertifiedError(
+                "certificate: is for a strategy or noise that float32 does not hold, and engines would make other "
+                "noise; make a new plan with bandmf.plan"
             )
 
     def confirm(self) -> None:

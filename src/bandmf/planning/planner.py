@@ -17,6 +17,7 @@ from bandmf.planning.plan import Plan
 from bandmf.planning.request import Request, checked_request, require_two_bands
 from bandmf.planning.setup import no_bins, whole_cycle
 from bandmf.strategies import Strategy
+from bandmf.strategies.single_precision import in_float32
 from bandmf.workloads import Workload
 
 _LEAST_GAIN = 0.005  # of the error, for which "auto" takes more memory
@@ -307,7 +308,7 @@ def _build(
     choice: str = "",
 ) -> Plan:
     """The plan for the candidate that was chosen: the one place where plans are made."""
-    sigma, epsilon = chosen.noise_multiplier, request.epsilon
+    sigma, epsilon, strategy = chosen.noise_multiplier, request.epsilon, in_float32(strategy)
     if epsilon is None:
         epsilon = max(
             accounting.spent(event, sigma, request.delta) for event in request.events_for(strategy.bands)

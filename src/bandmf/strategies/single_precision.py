@@ -20,6 +20,7 @@ from bandmf.strategies.buffered import BufferedToeplitz
 from bandmf.strategies.stamping import Stamped
 
 MARGIN = 1 + 2.0**-22  # of the deviation of the noise
+_MOST_CANCELLING = 2.0**8  # coefficients, in units of the newest one's: what they cancel is lost to rounding
 _LEAST = 2.0**-100  # what is smaller counts nothing, and products with it leave the normal range
 
 
@@ -37,7 +38,8 @@ def in_float32(strategy: Strategy) -> Strategy:
             return strategy
         return BufferedToeplitz(scales, decays, strategy.steps)
     if isinstance(strategy, BandedInverse):
-        coefficients = _rounded("inverse_coefficients", strategy.inverse_coefficients)
+        given = strategy.inverse_coefficients
+        coefficients = _rounded("inverse_coefficients", given, abs(float(given[0])))
         same = np.array_equal(coefficients, strategy.inverse_coefficients)
         return strategy if same else BandedInverse(coefficients, strategy.steps)
     if isinstance(strategy, Stamped):
@@ -46,8 +48,14 @@ def in_float32(strategy: Strategy) -> Strategy:
     return strategy
 
 
-def _rounded(name: str, numbers: FloatArray) -> FloatArray:
+def _rounded(name: str, numbers: FloatArray, least: float = 1.0) -> FloatArray:
+    """The numbers in float32, if noise can be computed with them in float32."""
     largest = float(np.abs(numbers).max())
     _check.real(f"largest of {name}", largest, 0, 1e30, remedy="noise is computed in float32: scale it")
+    # Large numbers that cancel leave noise only a coarse grid of values, from which a sum can be read off.
+    cancelling = float(np.abs(numbers).sum()) / least
+    _check.real(
+        f"sum of |{name}|", cancelling, 0, _MOST_CANCELLING, remedy="it is too large for noise in float32"
+    )
     rounded = numbers.astype(np.float32).astype(np.float64)
     return np.where(np.abs(rounded) < _LEAST, 0.0, rounded)
