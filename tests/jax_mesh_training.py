@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -205,6 +206,20 @@ def two(folder, rank, port):
     assert run.steps_taken == 4
     again.train(run)
     compare("two processes, restarted,", again.weights, expected)
+    own_sums_are_refused(plan, rank)
+
+
+def own_sums_are_refused(plan, rank):
+    """Processes that do not share their rows would put one noise on two sums."""
+    training, run = (
+        Training(plan, {name: jnp.asarray(leaf) for name, leaf in first_weights().items()}),
+        open_run(plan),
+    )
+    batch = next(run.batches(tuple(part * (1 + rank) for part in data())))
+    total = batch.sum(partial(training.gradient, training.weights))
+    with pytest.raises(ValueError, match="digest of the sum"):
+        run.release(training.update, total, training.weights, training.state)
+    print("sums of its own are refused holds", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from children import HERE, environment
 CLAIMS = [
     "data-parallel", "sharded, in microbatches,", "no collective", "flat over all devices", "steps taken at once",
     "an eighth each", "restart on one device", "restart on eight devices, flat", "two processes, restarted,",
+    "sums of its own are refused",
 ]  # fmt: skip
 SCRIPT = HERE / "jax_mesh_training.py"
 

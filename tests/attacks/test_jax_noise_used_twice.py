@@ -202,3 +202,72 @@ def test_a_secret_becomes_no_constant_and_is_not_stored():
     assert repr(after[0]) == "PrivateState(step=2)"
     assert repr(after[0].noise) == "State(step=2)"
     assert STEPS > 2
+
+
+def test_an_argument_that_every_example_would_see_is_refused():
+    """A forgotten batch_argnums: all labels went into every loss, and one moved the sum by 41 clip norms."""
+
+    def loss(weights, x, y):
+        return jnp.mean((x @ weights - y) ** 2)
+
+    x, y = jnp.ones((8, 3)), jnp.ones(8)
+    with pytest.raises(ValueError, match=r"batch_argnums=\(1,\): argument 2 has 8 rows too"):
+        clipped_gradient(loss, clip_norm=1.0)(jnp.zeros(3), x, y)
+    assert clipped_gradient(loss, clip_norm=1.0, batch_argnums=(1, 2))(jnp.zeros(3), x, y).total.shape == (3,)
+
+
+def test_a_row_that_no_example_fills_adds_nothing_even_without_a_mask():
+    plan = tiny.plan()
+    training, run = Training(plan), open_run(plan)
+    weights, _ = training.begin()
+    batch = next(run.batches(data()))
+    with_mask = training.sum(batch, weights).total
+    forgotten = batch.sum(lambda rows, mask: training.gradient(weights, rows)).total
+    for name, leaf in with_mask.items():
+        np.testing.assert_array_equal(leaf, forgotten[name])
+
+
+def test_a_step_of_a_chunk_has_one_noise():
+    plan = tiny.plan()
+    training, run = Training(plan), open_run(plan)
+
+    def twice(rows, weights, state, secret):
+        training.advance(rows, weights, state, secret)
+        return training.advance(rows, weights, state, secret)
+
+    with pytest.raises(ValueError, match="used privatize 2 times"):
+        run.release_chunk(twice, next(run.chunks(data(), steps=4)), *training.begin())
+    assert run.ledger.steps_spent == 0
+
+
+def test_a_sum_that_was_changed_on_its_way_is_named_at_the_next_step():
+    plan = tiny.plan()
+    training, run = Training(plan), open_run(plan)
+    training.optimizer = optax.chain(optax.scale(0.5), privatize(plan, clip_norm=CLIP), optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"step=0: privatize was given another sum than run\.release"):
+        training.whole(run)
+    assert run.steps_taken == 1
+
+
+def test_an_interrupted_ledger_must_be_opened_again(tmp_path, monkeypatch):
+    """Its last line may be on the disk and not in memory: another sum would follow it."""
+    plan = tiny.plan()
+    training, run = Training(plan), open_run(plan, tmp_path)
+    weights, state = training.steps(run, *training.begin(), until=2)
+    monkeypatch.setattr(Ledger, "_apply", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        training.steps(run, weights, state)
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="open the run again"):
+        training.steps(run, jax.tree.map(lambda leaf: leaf + 1, weights), state)
+    run.close()
+    assert open_run(plan, tmp_path).ledger.steps_released == 3  # the line is there, and counts
+
+
+def test_a_ledger_with_two_lines_for_one_step_is_refused(tmp_path):
+    ledger = Ledger(tmp_path / "ledger", Key(bytes(32)), {"plan": "p", "steps": 3})
+    ledger.release(0, b"batch", b"sum")
+    ledger._append({"kind": "step", "step": 0, "batch": "00" * 16, "sum": "00" * 16})
+    ledger.close()
+    with pytest.raises(ValueError, match="line 3 was changed"):
+        Ledger(tmp_path / "ledger", Key(bytes(32)), {"plan": "p", "steps": 3})

@@ -103,6 +103,7 @@ def clipped_gradient(
         kept = jnp.ones(rows, bool) if mask is None else jnp.asarray(mask, bool)
         if kept.shape != (rows,):
             raise _check.fail("mask.shape", kept.shape, f"must be ({rows},): one entry for each row")
+        _check_others(arguments, batched, chosen, rows)
         others = tuple(None if place in batched else given for place, given in enumerate(arguments))
         examples = tuple(arguments[place] for place in batched)
         every = jax.vmap(partial(one, others), spmd_axis_name=spmd_axis_name)
@@ -122,6 +123,23 @@ def clipped_gradient(
         return (result, seen) if has_aux or return_examples else result
 
     return summed
+
+
+def _check_others(
+    arguments: tuple[Any, ...], batched: tuple[int, ...], chosen: tuple[int, ...], rows: int
+) -> None:
+    """Refuse what every example would see, though it looks as if it had a row for each."""
+    others = [place for place in range(len(arguments)) if place not in (*batched, *chosen)]
+    alike = [place for place in others if rows > 1 and rows in _lengths(arguments[place])]
+    if alike:
+        raise _check.fail(
+            "batch_argnums", batched, f"argument {alike[0]} has {rows} rows too, and every example would see them all",
+            f"use batch_argnums={(*batched, *alike)}; what is for all examples alike, bind with functools.partial",
+        )  # fmt: skip
+
+
+def _lengths(tree: Any) -> set[int]:
+    return {leaf.shape[0] for leaf in jax.tree.leaves(tree) if getattr(leaf, "ndim", 0)}
 
 
 def _clip(gradient: Any, clip_norm: float) -> tuple[Any, Array]:

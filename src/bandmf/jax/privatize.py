@@ -25,6 +25,7 @@ from bandmf.planning import Plan
 from bandmf.randomness.key import Key
 
 Array = jax.Array
+_uses = 0
 _NO_KEY = Key(bytes(32))  # of the engine, whose key comes with every call
 
 
@@ -112,6 +113,8 @@ def privatize(
     def update(
         updates: Any, state: PrivateState, params: Any = None, *, secret: Secret | None = None, **_: Any
     ) -> tuple[Any, PrivateState]:
+        global _uses
+        _uses += 1
         total = _opened(updates, clip_norm)
         secret = _checked(secret, plan, total)
         found = digest(total, secret.seeds)
@@ -128,6 +131,11 @@ def privatize(
         return mean, PrivateState(noise, own, found, plan.digest, clip_norm)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def uses() -> int:
+    """How often an update was called, or traced, so far."""
+    return _uses
 
 
 def _checked(secret: Secret | None, plan: Plan, total: Any) -> Secret:

@@ -71,7 +71,8 @@ class Ledger:
         run: Mapping[str, Any] | None = None,
         moved: str | None = None,
     ) -> None:
-        self._user_key, self._process, self._lock = key, os.getpid(), threading.RLock()
+        self._user_key, self._process = key, os.getpid()
+        self._lock, self._interrupted = threading.RLock(), False
         self._moved = _check.choice("moved", moved, (None, "moved", "copied"))
         self._file = None if path is None else LockedLines(Path(path))
         self._forget(_fresh_run_id())
@@ -273,10 +274,8 @@ class Ledger:
             )
 
     def _release(self, step: int, batch: bytes, total: bytes) -> str:
-        found, before = (
-            self._digest(batch, step, b"batch") + self._digest(total, step, b"sum"),
-            self._digests(step),
-        )
+        found = self._digest(batch, step, b"batch") + self._digest(total, step, b"sum")
+        before = self._digests(step)
         if before and found != before:
             what = "sum of gradients" if found[:_SIZE] == before[:_SIZE] else "batch of examples"
             raise _check.fail("step", step, f"was released before with another {what}", REVEALS.format(step))
@@ -365,6 +364,7 @@ class Ledger:
                 self._forget(entry["run_id"])
             link = self._link(body)
             good = chain == link.hex().encode() and (entry["kind"] == "run") == (number == 0)
+            good &= entry["kind"] != "step" or entry["step"] == self.steps_released
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             good = False
         if not good:

@@ -30,12 +30,24 @@ _REMEDY = {
 
 
 def one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Threads take turns: two that release one step would both find that it is new."""
+    """Threads take turns: two that release one step would both find that it is new.
+
+    After Ctrl-C in the middle of it the file may have a line that is not in memory: it must be read again.
+    """
 
     @wraps(method)
     def alone(self: Any, *given: Any) -> Any:
         with self._lock:
-            return method(self, *given)
+            if self._interrupted:
+                raise RuntimeError("the ledger was interrupted while it wrote; open the run again to go on")
+            self._interrupted = True
+            try:
+                result = method(self, *given)
+            except Exception:
+                self._interrupted = False
+                raise
+            self._interrupted = False
+            return result
 
     return alone
 

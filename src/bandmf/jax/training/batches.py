@@ -1,7 +1,8 @@
 """The batches of a plan's sampler as arrays of one fixed shape, with a mask: nothing recompiles by their size.
 
 Guarantees: every example of a batch is in exactly one of its pieces; what fits in no piece makes another one, and is
-never dropped; rows that no example fills are zero and masked; a process loads only the rows that its devices hold.
+never dropped; rows that no example fills are masked (and NaN, or zero for whole numbers); a process loads only the rows
+that its devices hold.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ class Source:
         return Rows(jax.tree.unflatten(structure, data), known)
 
     def _loaded(self, places: Indices) -> Any:
-        """The examples at these places; zeros where there is none."""
+        """The examples at these places; NaN or zeros where there is none."""
         valid = places >= 0
         found = self._load(np.where(valid, places, 0))
         return jax.tree.map(lambda leaf: _masked(leaf, valid), found)
@@ -146,13 +147,15 @@ def _take(data: Any, indices: Indices) -> Any:
 
 
 def _masked(leaf: Any, valid: Any) -> Any:
-    """The rows that are valid, and zeros."""
+    """The rows that are valid, and others that are none."""
     if len(leaf) != len(valid):
         raise _check.fail("data", len(leaf), f"must give one row for each of {len(valid)} indices")
     wide = valid.reshape(-1, *[1] * (leaf.ndim - 1))
+    # So that a row counts nothing even where a mask is forgotten: its gradient is not finite.
+    nothing = np.full((), np.nan if jnp.issubdtype(leaf.dtype, jnp.floating) else 0, leaf.dtype)
     if isinstance(leaf, jax.Array):
-        return jnp.where(wide, leaf, jnp.zeros((), leaf.dtype))
-    return np.where(wide, leaf, np.zeros((), leaf.dtype))
+        return jnp.where(wide, leaf, nothing)
+    return np.where(wide, leaf, nothing)
 
 
 def _checked(data: Any, examples: int) -> Any:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from bandmf.jax.privatize import PrivateState, Secret, private_states
+from bandmf.jax.privatize import PrivateState, Secret, private_states, uses
 from bandmf.jax.training.batches import Rows, Source
 from bandmf.randomness.stream import Indices
 
@@ -87,10 +87,15 @@ def _scan(advance: Callable[..., Any]) -> Callable[..., Any]:
     def scan(secret: Secret, rows: Rows, carry: tuple[Any, ...]) -> tuple[Any, Array]:
         def step(carry: tuple[Any, ...], given: tuple[Rows, Array]) -> tuple[Any, Array]:
             own, ahead = given
+            before = uses()
             result = advance(own, *carry, secret=secret.at(secret.step + ahead))
             if not isinstance(result, tuple) or len(result) != len(carry):
                 raise ValueError(
                     f"advance: must return a tuple of {len(carry)}, as it was given after the rows"
+                )
+            if uses() != before + 1:
+                raise ValueError(
+                    f"advance: used privatize {uses() - before} times; a step has one sum, and one noise"
                 )
             (state,) = private_states(result)
             return result, state.digest

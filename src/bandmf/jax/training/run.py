@@ -92,6 +92,7 @@ class Run:
         self._begun: float | None = None  # with this clip norm
         self._batch: Batch | Chunk | None = None  # drawn, and not yet released
         self._passes = 0
+        self._last: Any = None  # the digest of the sum of the last step
         self._words = _Words(self._opened.run_key)
         self._examine = jax.jit(_examined)
         self._programs = chunks.Programs()
@@ -211,11 +212,12 @@ class Run:
             raise ValueError(
                 f"step={batch.step}: a sum of gradients is not finite; nothing was released: clip with clipped_gradient"
             )
-        digests = np.asarray(found).tobytes()
-        self.on_ledger(lambda ledger: ledger.release(batch.step, batch._indices.tobytes(), digests))
+        known = np.asarray(found)  # a copy of the host's: replicas that disagree get no noise but one
+        self._same_everywhere("digest of the sum", known.tobytes().hex())
+        self.on_ledger(lambda ledger: ledger.release(batch.step, batch._indices.tobytes(), known.tobytes()))
         self._steps_spent = max(self._steps_spent, batch.step + 1)
-        result = update(total, *arguments, secret=words.secret(self.plan, batch.step, found))
-        self.steps_taken, self._batch = batch.step + 1, None
+        result = update(total, *arguments, secret=words.secret(self.plan, batch.step, jnp.asarray(known)))
+        self.steps_taken, self._batch, self._last = batch.step + 1, None, known
         return result
 
     def release_chunk(self, advance: Callable[..., Any], chunk: Chunk, *carry: Any) -> Any:
@@ -231,12 +233,14 @@ class Run:
         program = self._programs.compiled(advance, chunk, carry, secret)
         decides = chunks.deciding(carry), chunk.rows
         inputs = self._words.digest(decides) + program.identity + chunk.indices
+        self._same_everywhere("inputs of the chunk", inputs.hex())
         self.on_ledger(lambda ledger: ledger.reserve(chunk.step, chunk.count, inputs))
         self._steps_spent = max(self._steps_spent, chunk.step + chunk.count)
         result, digests = program.run(secret, chunk.rows, carry)
         sums = [each.tobytes() for each in np.asarray(digests)]
+        self._same_everywhere("digests of the sums", b"".join(sums).hex())
         self.on_ledger(lambda ledger: ledger.finish(chunk.step, list(zip(chunk.batches, sums, strict=True))))
-        self.steps_taken, self._batch = chunk.step + chunk.count, None
+        self.steps_taken, self._batch, self._last = chunk.step + chunk.count, None, None
         return result
 
     def _at_hand(self, kind: type) -> Any:
@@ -270,6 +274,11 @@ class Run:
         own = np.asarray(state.provenance)
         if self.steps_taken and not np.array_equal(own, np.asarray(self._words.run)):
             raise ValueError("state: belongs to another run; to go on from a checkpoint, use run.restore")
+        if self._last is not None and not np.array_equal(np.asarray(state.digest), self._last):
+            raise ValueError(
+                f"step={self.steps_taken - 1}: privatize was given another sum than run.release, so its result is NaN; "
+                "nothing may come before privatize in a chain, and release passes its total on as it is"
+            )
         return state
 
     def _begin(self, state: PrivateState) -> None:
@@ -328,7 +337,7 @@ class Run:
         """
         state = self._state_in(tree)
         self._begin(state)
-        self._passes, self._batch = self._passes + 1, None
+        self._passes, self._batch, self._last = self._passes + 1, None, None
         return checkpoint.restore(self, tree)
 
     def close(self) -> None:
