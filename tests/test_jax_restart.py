@@ -268,3 +268,15 @@ def test_random_keys_and_numbers_in_the_tree_come_back(tmp_path):
     assert found["none"] is None
     assert found["half"].dtype == jnp.bfloat16
     np.testing.assert_array_equal(*(jax.random.uniform(key, 3) for key in (found["key"], more["key"])))
+
+
+def test_a_run_can_go_back_to_its_checkpoint_in_the_same_process(tmp_path):
+    plan = tiny.plan(bands=9, batch_size=6)
+    run, training = open_run(plan, tmp_path), Training(plan)
+    tree = training.steps(run, *training.begin(), until=5)
+    run.save(tree)
+    end = training.steps(run, *tree)
+    for template in (end, training.begin()):
+        again = run.restore(template)
+        assert run.steps_taken == 5
+        np.testing.assert_array_equal(flat(training.steps(run, *again)[0]), flat(end[0]))

@@ -32,7 +32,7 @@ ROUNDING = 2.0**-24  # the largest relative error of one operation in float32
 class Clipped:
     """The sum of clipped gradients, a pytree like the parameters, and the norm that each was clipped to.
 
-    `bandmf.jax.privatize` takes it apart, if its noise is for this norm; nothing else of optax can use it by accident.
+    `bandmf.jax.privatize` takes it apart, if its noise is for this norm; it is no update of the parameters.
     """
 
     total: Any

@@ -25,7 +25,7 @@ from bandmf.planning import Plan
 from bandmf.randomness.key import Key
 
 Array = jax.Array
-_uses = 0
+_uses = 0  # of all updates, called or traced
 _NO_KEY = Key(bytes(32))  # of the engine, whose key comes with every call
 
 
@@ -45,7 +45,7 @@ class Secret:
     sum: Array  # the digest of the sum that the ledger has
     plan: str
     digests: bool = (
-        False  # the ledger has no sum yet, as the step is one of several taken at once, but wants its digest
+        False  # one of several steps taken at once: the ledger has no sum yet, and wants its digest
     )
 
     def __repr__(self) -> str:
@@ -70,7 +70,7 @@ class PrivateState:
 
     noise: State
     provenance: Array  # the run that it belongs to; zeros before the first step
-    digest: Array  # of the last sum, where it was wanted
+    digest: Array  # of the last sum
     plan: str
     clip_norm: float
 

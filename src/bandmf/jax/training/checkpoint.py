@@ -77,7 +77,9 @@ def restore(run: Run, tree: Any) -> Any:
         provenance = Provenance.loads(contents["noise"])
         state.noise.provenance.expect(provenance, shapes=True)
         noise = replace(state.noise, history={name: read[_PREFIX + name] for name in state.noise.history})
-        noise = replace(noise, step=jnp.asarray(known.step, jnp.int32))
+        # In the place of the old ones, on every device; what was prepared is computed again.
+        step, refreshed = noise.step * 0 + known.step, jnp.asarray(noise.refreshed) * 0 - 1
+        noise = replace(noise, step=step, refreshed=refreshed)
         state = replace(state, noise=noise, provenance=run.words.copy() if known.step else state.provenance)
         plain = {name: _xor(state, _PREFIX + name, run.key, contents["salt"]) for name in state.noise.history}
         state = replace(state, noise=replace(state.noise, history=plain))

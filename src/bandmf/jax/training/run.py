@@ -34,6 +34,10 @@ from bandmf.randomness import chacha
 from bandmf.randomness.key import Key
 from bandmf.sampling import sampler
 
+_TOGETHER = (
+    "they train one model: begin with the same weights, and give run.batches a sharding that cuts the rows"
+)
+
 
 class Run:
     """One private training run, in a folder that keeps its key, ledger and checkpoints (None: in memory).
@@ -78,7 +82,7 @@ class Run:
         )  # by its constructor, which checks everything again; and nothing is cached
         self.folder = None if folder is None else Path(folder)
         self.processes = Processes()
-        self._same_everywhere("plan", self.plan.digest)
+        self._same_everywhere("plan", self.plan.digest, "plan once, and load that plan everywhere")
         self._opened = Opened(self.folder, key, moved, self.processes)
         self.run_id = self._opened.run_id
         self.sampler = sampler(self.plan, self._opened.run_key, examples)
@@ -97,15 +101,12 @@ class Run:
         self._examine = jax.jit(_examined)
         self._programs = chunks.Programs()
 
-    def _same_everywhere(self, name: str, value: Any) -> None:
-        """Refuse processes that would train differently."""
+    def _same_everywhere(self, name: str, value: Any, remedy: str) -> None:
+        """Refuse processes that would train differently. Values are not shown: some tell who is in a batch."""
         for rank, other in enumerate(self.processes.gather(value)):
             if other != value:
-                raise _check.fail(
-                    name,
-                    value,
-                    f"process {rank} has {other!r}",
-                    "give all processes the same; plan once, and load it",
+                raise ValueError(
+                    f"{name}: process {rank} has another than process {self.processes.rank}; {remedy}"
                 )
 
     # --- where it is --------------------------------------------------------------------------------------
@@ -213,7 +214,7 @@ class Run:
                 f"step={batch.step}: a sum of gradients is not finite; nothing was released: clip with clipped_gradient"
             )
         known = np.asarray(found)  # a copy of the host's: replicas that disagree get no noise but one
-        self._same_everywhere("digest of the sum", known.tobytes().hex())
+        self._same_everywhere("digest of the sum", known.tobytes(), _TOGETHER)
         self.on_ledger(lambda ledger: ledger.release(batch.step, batch._indices.tobytes(), known.tobytes()))
         self._steps_spent = max(self._steps_spent, batch.step + 1)
         result = update(total, *arguments, secret=words.secret(self.plan, batch.step, jnp.asarray(known)))
@@ -233,12 +234,12 @@ class Run:
         program = self._programs.compiled(advance, chunk, carry, secret)
         decides = chunks.deciding(carry), chunk.rows
         inputs = self._words.digest(decides) + program.identity + chunk.indices
-        self._same_everywhere("inputs of the chunk", inputs.hex())
+        self._same_everywhere("inputs of the chunk", inputs, _TOGETHER)
         self.on_ledger(lambda ledger: ledger.reserve(chunk.step, chunk.count, inputs))
         self._steps_spent = max(self._steps_spent, chunk.step + chunk.count)
         result, digests = program.run(secret, chunk.rows, carry)
         sums = [each.tobytes() for each in np.asarray(digests)]
-        self._same_everywhere("digests of the sums", b"".join(sums).hex())
+        self._same_everywhere("digests of the sums", sums, _TOGETHER)
         self.on_ledger(lambda ledger: ledger.finish(chunk.step, list(zip(chunk.batches, sums, strict=True))))
         self.steps_taken, self._batch, self._last = chunk.step + chunk.count, None, None
         return result
@@ -251,20 +252,7 @@ class Run:
 
     def _state_in(self, tree: Any) -> PrivateState:
         """The one state of `privatize` among the arguments, if it is where the run is."""
-        states = private_states(tree)
-        if len(states) != 1:
-            raise _check.fail(
-                "privatize", len(states), "must be used once: one noise for all parameters, whose state is among the "
-                "arguments", "give run.release the state of the optimizer that begins with privatize(...)",
-            )  # fmt: skip
-        state = states[0]
-        if state.plan != self.plan.digest:
-            raise _check.fail(
-                "plan",
-                state.plan,
-                f"the run has the plan {self.plan.digest!r}",
-                "give privatize the run's plan",
-            )
+        state = self._one_state(tree)
         if int(state.step) != self.steps_taken:
             raise _check.fail(
                 "state.step", int(state.step), f"the run has taken {self.steps_taken} steps, and an update was dropped "
@@ -281,6 +269,24 @@ class Run:
             )
         return state
 
+    def _one_state(self, tree: Any) -> PrivateState:
+        """The one state of `privatize` among the arguments, wherever it is."""
+        states = private_states(tree)
+        if len(states) != 1:
+            raise _check.fail(
+                "privatize", len(states), "must be used once: one noise for all parameters, whose state is among the "
+                "arguments", "give run.release the state of the optimizer that begins with privatize(...)",
+            )  # fmt: skip
+        state = states[0]
+        if state.plan != self.plan.digest:
+            raise _check.fail(
+                "plan",
+                state.plan,
+                f"the run has the plan {self.plan.digest!r}",
+                "give privatize the run's plan",
+            )
+        return state
+
     def _begin(self, state: PrivateState) -> None:
         """Begin the run on the disk, when it is known what it does; or check that it goes on so."""
         if self._begun is None:
@@ -290,7 +296,7 @@ class Run:
                 "clip_norm": state.clip_norm, "per_layer": False, "sampler": self.sampler.provenance,
                 "examples": self.sampler.examples,
             }  # fmt: skip
-            self._same_everywhere("clip_norm", state.clip_norm)
+            self._same_everywhere("clip_norm", state.clip_norm, "give all processes one clip norm")
             self._opened.begin(provenance, self.plan)
             self._begun = state.clip_norm
             self._steps_spent = self.on_ledger(lambda ledger: ledger.steps_spent)
@@ -333,10 +339,9 @@ class Run:
     def restore(self, tree: Any) -> Any:
         """The pytree of the last checkpoint, laid out like `tree`; `tree` itself if there is none.
 
-        The state of the optimizer in `tree` is as its init gives it.
+        The state of the optimizer in `tree` may be as its init gives it, or any later one of this run.
         """
-        state = self._state_in(tree)
-        self._begin(state)
+        self._begin(self._one_state(tree))
         self._passes, self._batch, self._last = self._passes + 1, None, None
         return checkpoint.restore(self, tree)
 
