@@ -165,11 +165,14 @@ def test_training_is_as_with_hooks_after_twenty_steps():
 
 
 def autocast(dtype, scaler=None):
+    """A mean loss; with a scaler, a sum."""
+
     def loop(private, batch):
         x, y = batch
         private.optimizer.zero_grad()
         with torch.autocast("cpu", dtype=dtype):
-            loss = functional.cross_entropy(private.model(x), y)
+            reduction = "mean" if scaler is None else "sum"
+            loss = functional.cross_entropy(private.model(x), y, reduction=reduction)
         if scaler is None:
             loss.backward()
             private.optimizer.step()
@@ -188,7 +191,8 @@ def test_autocast_gives_the_sum_up_to_its_precision():
 @pytest.mark.parametrize("mode", MODES)
 def test_the_scale_of_a_grad_scaler_is_taken_out_before_clipping(mode):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    total = same(small_net(), autocast(torch.float16, scaler), mode=mode, rtol=0.005)
+    options = {"loss_reduction": "sum", "mode": mode}
+    total = same(small_net(), autocast(torch.float16, scaler), rtol=0.005, **options)
     assert float(total.norm()) > 0.1
     assert scaler.get_scale() == 2.0**10
 
@@ -225,7 +229,7 @@ def test_no_step_is_skipped_and_the_scale_stays_when_one_example_overflows():
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=1)
     data = vectors()
     data = with_one_replaced(data, (data[6][0] * 3e6, data[6][1]), 6)
-    private = private_of(small_net(), data, steps=3, learning_rate=0.1)
+    private = private_of(small_net(), data, steps=3, learning_rate=0.1, loss_reduction="sum")
     loop, taken = autocast(torch.float16, scaler), []
     while not private.finished:
         for batch in private.loader:

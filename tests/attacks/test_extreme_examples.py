@@ -1,4 +1,4 @@
-"""An example outside of the range of the others must not change their gradients: found though the data have none."""
+"""An example outside of the others' range must not change their gradients: found though the data have none."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from bandmf.torch.training import loader, self_test
-from bandmf.torch.training.self_test.extremes import HUGE, enlarge, halved
+from bandmf.torch.training import loader
+from bandmf.torch.training.self_test.extremes import halved
 from bandmf.torch.training.self_test.guarded import Guards
 from one_at_a_time import MODES
-from private_loops import Rows, outcome, plain, vectors
+from private_loops import Rows, outcome, plain, private_of, vectors
 
 
 def bright_pictures(examples=16):
@@ -58,7 +58,7 @@ def by_range(model, x, y):
 
 
 class Quantized(nn.Module):
-    """Activations of sixteen bits, with one scale for the batch."""
+    """Activations of eight bits, with one scale for the batch."""
 
     def __init__(self):
         super().__init__()
@@ -67,7 +67,7 @@ class Quantized(nn.Module):
 
     @staticmethod
     def rounded(x):
-        scale = 32767 / x.detach().abs().max()
+        scale = 127 / x.detach().abs().max()
         return x + ((x * scale).round() / scale - x).detach()
 
     def forward(self, x):
@@ -85,14 +85,10 @@ def test_activations_rounded_with_one_scale_for_the_batch_are_refused(mode):
     assert_refused("self-test", Quantized(), vectors(16), mode)
 
 
-def test_without_extremes_both_would_be_accepted(monkeypatch):
+def test_without_halves_it_would_be_accepted(monkeypatch):
     """So it is they that show it."""
     monkeypatch.setattr(loader, "halved", lambda example: example)
-    monkeypatch.setattr(
-        self_test, "enlarge", lambda model, row, rows: model.register_forward_hook(lambda *_: None)
-    )
     assert outcome(open_net(), bright_pictures(), "auto", loop_of(by_largest)).refused is None
-    assert outcome(Quantized(), vectors(16), "auto").refused is None
 
 
 # --- losses that are cut off ----------------------------------------------------------------------------
@@ -108,6 +104,17 @@ CUT = {
     "Where": lambda *given: torch.where((loss := mean_loss(*given)).isfinite(), loss, 0.0),
     "Minimum": lambda *given: 2 * torch.minimum(mean_loss(*given), torch.tensor(1e6)),
     "MaskedFill": lambda *given: (loss := mean_loss(*given)).masked_fill(loss > 1e6, 0.0) / 3,
+    "Abs": lambda *given: (mean_loss(*given) - 0.01).abs() + 0.01,
+    "Log1P": lambda *given: torch.log1p(mean_loss(*given)),
+    "LeakyRelu": lambda *given: -functional.leaky_relu(100 - mean_loss(*given)),
+    "Min": lambda *given: torch.stack([mean_loss(*given), torch.tensor(1e6)]).min(),
+    "SmoothL1Loss": lambda *given: functional.smooth_l1_loss(mean_loss(*given), torch.tensor(0.0), beta=1e6),
+}
+PARTS = {
+    "Clamp": lambda model, x, _: model(x).square().mean(0).clamp(max=1e6).sum(),
+    "NanToNum": lambda model, x, _: torch.nan_to_num(
+        torch.stack([part.mean() for part in model(x).square().T])
+    ).sum(),
 }
 
 
@@ -118,12 +125,28 @@ def test_a_loss_of_the_whole_batch_that_is_cut_off_is_refused(name, mode):
     assert_refused(sentence, open_net(), vectors(), mode, loop_of(CUT[name]))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_the_logarithm_of_a_mean_loss_is_refused(mode):
-    def loss(model, x, y):
-        return torch.log1p(mean_loss(model, x, y))
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_the_loss_that_are_cut_off_are_refused(name):
+    assert_refused(
+        f"the loss of the whole batch goes through {name}",
+        open_net(),
+        vectors(),
+        "auto",
+        loop_of(PARTS[name]),
+    )
 
-    assert_refused("self-test", open_net(), Rows([vectors()[0]] * 8), mode, loop_of(loss))
+
+@pytest.mark.parametrize("batch", [4, 8])
+def test_as_many_cut_off_losses_as_examples_are_refused(batch):
+    """Of eight steps in time, say."""
+
+    def loss(model, x, y):
+        scores = model(x)
+        return sum(functional.cross_entropy(scores * step, y).clamp(max=1e6) for step in range(1, 9))
+
+    assert_refused(
+        "goes through Clamp", open_net(), vectors(16), "auto", loop_of(loss), physical_batch_size=batch
+    )
 
 
 def test_losses_that_are_cut_off_example_by_example_are_accepted():
@@ -135,7 +158,31 @@ def test_losses_that_are_cut_off_example_by_example_are_accepted():
         losses = [functional.cross_entropy(score, label) for score, label in zip(scores, y, strict=True)]
         return sum(torch.nan_to_num(each).clamp(max=1.5) for each in losses) / len(losses)
 
-    for loss in (by_rows, one_by_one):
+    def some(model, x, y):
+        """Only those with an object, say."""
+        scores = model(x)
+        hinges = [functional.relu(1 - scores[i, y[i]]) for i in range(len(y)) if y[i] > 0]
+        return (mean_loss(model, x, y) * len(y) + sum(hinges)) / len(y)
+
+    def of_tokens(model, x, y):
+        """Of those that are scored, in one long row."""
+        scored = y > 0
+        each = functional.cross_entropy(model(x)[scored], y[scored], reduction="none").clamp(max=1.5)
+        return each.sum() / len(y)
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, loss):
+            return 2 * loss
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return 2 * gradient
+
+    def by_a_function(model, x, y):
+        return Doubled.apply(mean_loss(model, x, y))
+
+    for loss in (by_rows, one_by_one, some, of_tokens, by_a_function):
         assert outcome(open_net(), vectors(), "auto", loop_of(loss)).refused is None
 
 
@@ -172,62 +219,62 @@ def test_targets_stay_where_losses_want_them():
     assert outcome(Autoencoder(), bright_pictures(), "auto", loop_of(loss)).refused is None
 
 
-class OfBytes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = open_net()
+def test_models_may_check_the_range_of_the_data():
+    class Checked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = open_net()
 
-    def forward(self, x):
-        assert x.dtype is torch.uint8
-        return self.inner(x / 255)
+        def forward(self, x):
+            assert 0 <= float(x.min()) <= float(x.max()) <= 1
+            return self.inner(x)
 
-
-@pytest.mark.parametrize("kind", [np.asarray, torch.tensor])
-def test_pictures_in_bytes_are_accepted(kind):
-    rows = np.random.default_rng(0).integers(0, 256, (16, 6), dtype=np.uint8)
-    data = Rows([(kind(row), number % 4) for number, row in enumerate(rows)])
-    assert outcome(OfBytes(), data, "auto").refused is None
-
-    def by_largest_byte(model, x, y):
-        return functional.cross_entropy(model.inner(x / x.max()), y)
-
-    rows[:, 0] = 255
-    data = Rows([(kind(row), number % 4) for number, row in enumerate(rows)])
-    assert_refused("depends on the place", OfBytes(), data, "auto", loop_of(by_largest_byte))
+    assert outcome(Checked(), bright_pictures(), "auto").refused is None
 
 
 def test_halves_keep_whole_numbers_and_what_is_unknown():
     other = object()
     example = {
-        "x": torch.ones(2),
-        "id": 7,
-        "y": [torch.tensor(3), 0.5],
-        "z": (np.float32(4), other),
-        "t": "text",
-    }
+        "x": torch.tensor([0.5, 1.0]), "id": 7, "y": [torch.tensor(3.0), 0.5], "z": (np.float32(4.5), other),
+        "t": "text", "mask": np.array([0.0, 1.0]), "bytes": torch.tensor([255], dtype=torch.uint8), "nan": float("nan"),
+    }  # fmt: skip
     found = halved(example)
-    assert torch.equal(found["x"], torch.full((2,), 0.5))
-    assert torch.equal(example["x"], torch.ones(2))
-    assert (found["id"], int(found["y"][0]), found["y"][1]) == (7, 3, 0.25)
-    assert found["z"] == (2.0, other)
+    assert found["x"].tolist() == [0.25, 0.5]
+    assert example["x"].tolist() == [0.5, 1.0]
+    assert (found["id"], float(found["y"][0]), found["y"][1]) == (7, 3, 0.25)
+    assert found["z"] == (2.25, other)
     assert found["t"] == "text"
+    assert found["mask"].tolist() == [0, 1]
+    assert found["bytes"].tolist() == [255]
 
 
-def test_one_row_of_what_the_model_is_given_is_huge():
-    model, seen = open_net(), []
-    model.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
-    handle = enlarge(model, 1, 3)
-    x = torch.ones(3, 6)
-    model(x)
-    handle.remove()
-    model(x)
-    assert seen[0][:, 0].tolist() == [1, 1, 1]  # hooks of before come first
-    factors = []
-    model.register_forward_pre_hook(lambda _, given: factors.append(given[0][:, 0].tolist()))
-    handle = enlarge(model[0], 1, 3)
-    model[0].register_forward_pre_hook(lambda _, given: factors.append(given[0][:, 0].tolist()))
-    model(x)
-    assert factors == [[1, 1, 1], [1, HUGE, 1]]
+def test_examples_that_cannot_be_in_one_batch_are_rehearsed_one_at_a_time():
+    """Pictures of different sizes, by physical batches of one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4))
+    data = Rows([(torch.rand(1, 4 + number, 5), torch.tensor(number % 4)) for number in range(6)])
+    assert outcome(model, data, "auto", physical_batch_size=1).refused is None
+
+
+@pytest.mark.parametrize("ending", ["close", "make anew"])
+def test_an_error_in_a_rehearsal_leaves_nothing_behind_even_if_the_iterator_is_kept(ending):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 4))
+    usual, hooks = torch.autograd.backward, [len(m._forward_hooks) for m in model.modules()]
+    private = private_of(model, vectors())
+    batches = iter(private.loader)
+    for _ in range(3):
+        plain(private, next(batches))
+    next(batches)
+    assert torch.autograd.backward is not usual
+    if ending == "close":
+        private.close()
+    else:
+        private_of(model, vectors(), self_test=False)
+    assert torch.autograd.backward is usual
+    assert [len(m._forward_hooks) for m in model.modules()] == hooks
+    model.train()
+    assert not torch.equal(model(torch.ones(1, 6)), model(torch.ones(1, 6)))  # dropout is on
 
 
 def test_ordinary_models_are_accepted_with_the_same_sum():

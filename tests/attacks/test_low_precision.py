@@ -148,21 +148,33 @@ def test_a_precision_that_was_chosen_for_one_device_is_honored(new_settings, num
     assert outcome(small_net(), vectors(), "auto").refused is None
 
 
-def by_mean_in(dtype):
+def by_mean_in(dtype, scaler=None):
     def loop(private, batch):
         with torch.autocast("cpu", dtype=dtype):
             scores = private.model(batch[0])
-        functional.cross_entropy(scores.float(), batch[1]).backward()
-        private.optimizer.step()
+        loss = functional.cross_entropy(scores.float(), batch[1])
+        if scaler is None:
+            loss.backward()
+            private.optimizer.step()
+            return
+        scaler.scale(loss).backward()
+        scaler.step(private.optimizer)
+        scaler.update()
 
     return loop
 
 
-def test_a_mean_in_float16_without_a_scale_is_refused():
-    """Gradients that are divided by the number of examples vanish there: one more moved 635 times the clip norm."""
-    refused = outcome(small_net(), vectors(), "auto", by_mean_in(torch.float16), clip_norm=1.0).refused
-    assert refused.startswith("loss: a mean in float16 divides gradients by 8")
-    assert refused.endswith("or a GradScaler")
+@pytest.mark.parametrize("scale", [None, 2.0**10])
+def test_a_mean_in_float16_is_refused_with_a_scale_or_without(scale):
+    """Gradients divided by the number of examples vanish there: one more moved 635 times the clip norm.
+
+    With a scale they leave its range or not by the number of examples: it moved 46 times the clip norm.
+    """
+    scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
+    loop = by_mean_in(torch.float16, scaler)
+    refused = outcome(small_net(), vectors(), "auto", loop, clip_norm=1.0).refused
+    assert refused.startswith("loss: a mean in float16 divides gradients by 7")  # in a rehearsal
+    assert refused.endswith("loss_reduction='sum'")
 
 
 def test_a_mean_in_bfloat16_says_once_what_it_costs(recwarn):

@@ -146,7 +146,7 @@ class Loader:
         collate = self._options.get("collate_fn") or default_collate
         expected = math.ceil(stepper.plan.batch_size / stepper.ranks.world)
         rows = min(expected, self.physical_batch_size or expected)
-        for rehearsal in test.rehearsals(len(chosen), rows):
+        for rehearsal in test.rehearsals(len(chosen), rows, self.physical_batch_size):
             with loading("rehearsed", stepper.steps_taken):
                 data = collate([members[member] for member in rehearsal.members])
             own = tuple(chosen[member % len(chosen)] for member in rehearsal.members)

@@ -24,7 +24,7 @@ from bandmf.torch.training import checkpoint
 from bandmf.torch.training.loader import Loader, from_loader
 from bandmf.torch.training.optimizer import PrivateOptimizer, PrivateScheduler
 from bandmf.torch.training.ranks import Ranks
-from bandmf.torch.training.self_test import SelfTest
+from bandmf.torch.training.self_test import SelfTest, end_earlier
 from bandmf.torch.training.step import Stepper
 
 _MOST_PADDING = 1.25  # times the memory limit
@@ -90,6 +90,7 @@ def make_private(
     model = model.module if isinstance(model, DistributedDataParallel) else model
     clip_norm = _check.real("clip_norm", clip_norm, 0, open_low=True)
     _check.choice("loss_reduction", loss_reduction, ("mean", "sum"))
+    end_earlier(model)
     parameters = _protected(model, optimizer)
     data, options = from_loader(dataset)
     examples = len(data) if hasattr(data, "__len__") else None
@@ -254,6 +255,8 @@ class Private:
 
     def close(self) -> None:
         """Take the hooks off model and optimizer, and let go of the ledger."""
+        if self.stepper.self_test is not None:
+            self.stepper.self_test.close()
         self.stepper.clipping.remove()
         self.optimizer.close()
         if self.stepper.ledger is not None:

@@ -191,8 +191,8 @@ class Stepper:
             self.sums.clear()
         rows = len(piece.indices)
         scale = (1 if self.summed else rows) / loss_scale
-        if scale > 1 and self.clipping.half_precision and piece.rehearsal is None:
-            self._mean_in_half_precision(scale)
+        if not self.summed and rows > 1 and self.clipping.half_precision:
+            self._mean_in_half_precision(rows)
         if piece.rehearsal is not None:
             assert self.self_test is not None
             self.self_test.observe(piece.rehearsal, scale)
@@ -200,13 +200,16 @@ class Stepper:
             left_out = self.clipping.add_to(self.sums.views, rows, piece.valid, scale)
             self.left_out = self.left_out.to(left_out.device) + left_out
 
-    def _mean_in_half_precision(self, scale: float) -> None:
-        """A mean divides by the number of examples before gradients are rounded: one more can round them all anew."""
+    def _mean_in_half_precision(self, rows: int) -> None:
+        """A mean divides by the number of examples before gradients are rounded: one more can round them all anew.
+
+        In float16, it can also take all of them out of the range of its numbers, or into it.
+        """
         remedy = "use private.backward(losses), with one loss for each example, or loss_reduction='sum'"
         if torch.float16 in self.clipping.half_precision:
             raise ValueError(
-                f"loss: a mean in float16 divides gradients by {scale:.3g}, below what float16 can tell apart; "
-                f"{remedy}, or a GradScaler"
+                f"loss: a mean in float16 divides gradients by {rows}, so the number of examples decides which of "
+                f"them leave the range of float16; {remedy}"
             )
         if not self._warned:
             self._warned = True

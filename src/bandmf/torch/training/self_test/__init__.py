@@ -1,12 +1,12 @@
 """The self-test of the first batches: an example alone must have the gradient that it has in a batch.
 
 Before the first step the loader gives a few rehearsals, of examples that differ from each other: some of them together,
-recorded as in training, in a batch of four and in three of about the size of training; and three of them alone, with
+recorded as in training, in a batch of seven and in three of about the size of training; and three of them alone, with
 autograd doing everything. If the gradients differ, something escapes clipping: a parameter used outside its layer,
 examples that depend on each other, a loss averaged over all tokens, a wrong `loss_reduction`. In the larger batches
 examples occur several times, in random places: the norms of their gradients, of each parameter, must be the same in
 all places, or the rows of some layer are not the examples in their order. Some are there at half their size as well,
-and one row of a batch enters the model a thousand times as large (see `extremes`).
+and one batch is of such alone (see `extremes`). The losses are looked at too (see `guarded`).
 
 Nothing of a rehearsal is released, and random numbers are put back afterwards. The first rehearsals show whether the
 model draws random numbers; if so, torch's dropout functions let everything through in the others. If random numbers
@@ -19,8 +19,9 @@ import random
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
@@ -28,7 +29,6 @@ from bandmf.torch.clipping.refusals import UnsupportedError
 from bandmf.torch.noise.precision import precision
 from bandmf.torch.noise.shards import local
 from bandmf.torch.training.random_state import RandomState
-from bandmf.torch.training.self_test.extremes import enlarge
 from bandmf.torch.training.self_test.guarded import Guards
 from bandmf.torch.training.self_test.quiet import Quiet
 from bandmf.torch.training.self_test.sketches import (
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from bandmf.torch.training.step import Stepper
 
 CANDIDATES = 64  # examples that are loaded
-TOGETHER = 4  # of which so many make a small batch
+TOGETHER = 7  # of which so many make a small batch: few layers have a multiple of it as their size
 LARGEST = 64  # rows of a large one
 ALONE = 3  # examples that are compared
 HALVES = 4  # examples that are in a large batch at half their size too
@@ -63,16 +63,19 @@ class Rehearsal:
     members: tuple[int, ...]  # their numbers; those from `count` on are the same examples at half their size
     kind: str  # "draws", "small", "large", "halves", "last" or "alone"
     number: int = 0  # of those that are alone
-    huge: int | None = None  # the row that enters the model a thousand times as large
 
     @property
     def alone(self) -> bool:
         return self.kind in ("draws", "alone")
 
-    @property
-    def compared(self) -> tuple[int | None, ...]:
-        """The examples by row; None where it is not what it was."""
-        return tuple(None if row == self.huge else member for row, member in enumerate(self.members))
+
+_of_models: WeakKeyDictionary[nn.Module, SelfTest] = WeakKeyDictionary()
+
+
+def end_earlier(model: nn.Module) -> None:
+    """If rehearsals of this model were left in the middle, by an error say, leave it as it was."""
+    if (earlier := _of_models.get(model)) is not None:
+        earlier.close()
 
 
 class SelfTest:
@@ -89,6 +92,11 @@ class SelfTest:
         self._silent = False  # whether hooks keep the model in evaluation mode
         self._after = ExitStack()  # puts everything back as it was
         self._before: RandomState | None = None
+        _of_models[model] = self
+
+    def close(self) -> None:
+        """Leave model and torch as they were, wherever the rehearsals were left."""
+        self._after.close()
 
     def _begin_anew(self) -> None:
         """Forget what batches have shown, as another way of clipping may see it otherwise."""
@@ -110,16 +118,18 @@ class SelfTest:
             chosen.append(next(others))
         return chosen
 
-    def rehearsals(self, count: int, rows: int) -> Iterator[Rehearsal]:
+    def rehearsals(self, count: int, rows: int, most: int | None = None) -> Iterator[Rehearsal]:
         """The batches to go through, of so many examples and up to so many rows; each is observed before the next.
 
-        Members from `count` on are the examples at half their size.
+        Members from `count` on are the examples at half their size. `most` is the physical batch size.
         """
-        small = Rehearsal(tuple(range(min(TOGETHER, count))), "small")
+        small = Rehearsal(tuple(range(min(TOGETHER, count, most or TOGETHER))), "small")
         rows = max(len(small.members), min(rows, LARGEST))
         self._after.close()  # of rehearsals that were left in the middle
         self._after.callback(self._stepper.generators.give_back)
         self._after.callback(self._stop_listening)
+        self._guards = Guards()
+        self._after.callback(self._guards.end)
         self._after.callback(self._set_modes, [(module, module.training) for module in self._model.modules()])
         self._begin_anew()
         try:
@@ -132,7 +142,7 @@ class SelfTest:
                     self._silence()
                 yield small
                 yield small if self._exchanged else _large(count, max(2, rows // 2), rows, "large")
-                yield _halves(count, rows)
+                yield _shuffled(list(range(count, 2 * count)), rows, "halves")
                 yield _large(count, rows, rows, "last")
                 for number in range(ALONE):
                     yield Rehearsal((self._compared[number],), "alone", number)
@@ -170,10 +180,6 @@ class SelfTest:
     def begin(self, rehearsal: Rehearsal) -> None:
         self._before = RandomState()
         self._stepper.clipping.record(None if rehearsal.alone else len(rehearsal.members))
-        self._guards = Guards()
-        self._after.callback(self._guards.end)
-        if rehearsal.huge is not None:
-            self._handles = [enlarge(self._model, rehearsal.huge, len(rehearsal.members))]
         if rehearsal.alone:
             self._listen()
 
@@ -206,10 +212,10 @@ class SelfTest:
         assert self._before is not None
         self._drew = self._before.changed()
         self._stop_listening()
-        self._guards.end()
         try:
-            problem = (self._finish_alone if rehearsal.alone else self._finish_together)(rehearsal, scale)
-            self._refuse(problem)
+            problem = self._guards.problem(len(rehearsal.members))
+            found = (self._finish_alone if rehearsal.alone else self._finish_together)(rehearsal, scale)
+            self._refuse(problem or found)
         except BaseException:
             self._after.close()  # now: a traceback that someone keeps would keep the model as it is here
             raise
@@ -221,7 +227,7 @@ class SelfTest:
         self._rows[rehearsal.kind] = rows
         try:
             found = stepper.clipping.norms(rows, scale)
-            self._norms.append(Norms.of(rehearsal.compared, found, stepper.parameters))
+            self._norms.append(Norms.of(rehearsal.members, found, stepper.parameters))
             if rehearsal.kind == "small":
                 self._small = {number: self._sketch(rows, number, scale) for number in rehearsal.members}
             elif rehearsal.kind == "last":
@@ -235,7 +241,7 @@ class SelfTest:
             stepper.clipping.remove()
             stepper.clipping, self._exchanged = stepper.clipping.otherwise(reason), True
         stepper.sums.clear()
-        return self._guards.problem(rows)
+        return None
 
     def _sketch(self, rows: int, place: int, scale: float) -> Sketch:
         """Of the example in this place of the batch, as it would be added."""
@@ -247,10 +253,7 @@ class SelfTest:
     def _choose_compared(self) -> None:
         """The first examples of the last batch that have a gradient: others would show nothing."""
         found = self._norms[-1]
-        sizes = found.norms.norm(dim=0).tolist()
-        wholes = {
-            member: size for member, size in zip(found.members, sizes, strict=True) if member is not None
-        }
+        wholes = dict(zip(found.members, found.norms.norm(dim=0).tolist(), strict=True))
         largest = max((size for size in wholes.values() if size < float("inf")), default=0.0)
         good = sorted(member for member, size in wholes.items() if _TINY * largest < size < float("inf"))
         rest = sorted(wholes.keys() - set(good))
@@ -305,12 +308,6 @@ def _large(count: int, distinct: int, rows: int, kind: str) -> Rehearsal:
     halves = min(HALVES, rows // 4) or int(kind == "large")  # of two or three rows, the last batch needs all
     whole = list(range(max(1, min(count, distinct, rows - halves))))
     return _shuffled(whole + [count + number for number in whole[:halves]], rows, kind)
-
-
-def _halves(count: int, rows: int) -> Rehearsal:
-    """All at half their size, and one of them huge."""
-    found = _shuffled([count + number for number in range(min(count, rows))], rows, "halves")
-    return replace(found, huge=found.members.index(max(found.members)))
 
 
 def _shuffled(members: list[int], rows: int, kind: str) -> Rehearsal:

@@ -1,9 +1,8 @@
-"""Examples that lie outside of the others' range: they show what depends on the largest value of a batch.
+"""Examples at half their size: beside whole ones and among themselves, they show what depends on a batch's range.
 
 Pictures that all have the same largest value hide a division by the batch's; activations that all have the same range
-hide one scale for the whole batch. So examples are rehearsed at half their size too, beside whole ones and not; and
-one row of a batch enters the model a thousand times as large. Halves stay where the data are, between 0 and 1 say, as
-losses may check; what is only larger in the model cannot break a target.
+hide one scale for the whole batch. Halves stay where the data are, between 0 and 1 say, as models and losses may check;
+whole numbers stay as they are, as they may count, choose or mark something.
 """
 
 from __future__ import annotations
@@ -12,48 +11,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
-
-HUGE = 1e3
 
 
 def halved(example: Any) -> Any:
-    """A copy with all of its numbers halved that are not whole numbers, and bytes.
+    """A copy with all of its tensors, arrays and numbers halved that are not whole.
 
-    >>> halved((torch.ones(2), 7, 0.5))
-    (tensor([0.5000, 0.5000]), 7, 0.25)
+    >>> halved((torch.tensor([0.5, 1.0]), 7, 3.0))
+    (tensor([0.2500, 0.5000]), 7, 3.0)
     """
-    return pytree.tree_map(_half, example)
+    return pytree.tree_map(lambda value: value if _whole(value) else value / 2, example)
 
 
-def _half(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
-        return value // 2 if value.dtype is torch.uint8 else value / 2 if value.is_floating_point() else value
+def _whole(value: Any) -> bool:
+    """Whether it is made of whole numbers, or of something else than numbers."""
+    if isinstance(value, Tensor):
+        plain = value.layout is torch.strided and not value.is_nested and value.is_floating_point()
+        return not plain or bool((value == value.round()).all())
     if isinstance(value, np.ndarray):
-        return value // 2 if value.dtype == np.uint8 else value / 2 if value.dtype.kind == "f" else value
-    return value / 2 if isinstance(value, float | np.floating) else value
-
-
-def enlarge(model: nn.Module, row: int, rows: int) -> Any:
-    """From now on this row of what the model is given is huge; returns a handle by which to end it."""
-
-    def larger(value: Any) -> Any:
-        if (
-            not isinstance(value, Tensor)
-            or not value.is_floating_point()
-            or value.layout is not torch.strided
-        ):
-            return value
-        if (
-            value.is_nested or value.ndim < 2 or len(value) != rows
-        ):  # one number for each example may be an index
-            return value
-        factors = torch.ones(rows, device=value.device, dtype=value.dtype)
-        factors[row] = HUGE
-        return value * factors.reshape(-1, *[1] * (value.ndim - 1))
-
-    def before(_module: nn.Module, given: Any, named: Any) -> Any:
-        return pytree.tree_map(larger, given), pytree.tree_map(larger, named)
-
-    return model.register_forward_pre_hook(before, with_kwargs=True)
+        return value.dtype.kind != "f" or bool((value == value.round()).all())
+    return not isinstance(value, float | np.floating) or value == np.round(value)
