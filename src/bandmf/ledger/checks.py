@@ -57,8 +57,7 @@ def check_process(opened_by: int) -> None:
     if os.getpid() != opened_by:
         raise RuntimeError(
             f"this run was opened by process {opened_by}, and this is process {os.getpid()}, a fork of it: both would "
-            "use the same noise for different sums; open the run (by make_private or bandmf.jax.Run) in the process that "
-            "trains"
+            "use the same noise for different sums; open the run, by make_private or Run, in the process that trains"
         )
 
 
