@@ -163,4 +163,6 @@ def _content(tensor: Tensor | None) -> tuple[int, ...]:
     """Changes with what torch writes there; the place in memory, too, as `swap_tensors` and `.data = ` exchange it."""
     if tensor is None:
         return ()
-    return (tensor._version,) if isinstance(tensor, DTensor) else (tensor._version, tensor.data_ptr())
+    if isinstance(tensor, DTensor) or tensor.layout is not torch.strided:
+        return (tensor._version,)
+    return tensor._version, tensor.data_ptr()

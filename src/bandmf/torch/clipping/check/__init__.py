@@ -39,12 +39,17 @@ def check(model: nn.Module, *inputs: Any, clipping: str = "auto") -> Report:
     ]  # fmt: skip
     sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     refused, notes = ways.of_clipping(model, "bookkeeping" if sharded and mode == "auto" else mode)
-    known = {problem.layer for problem in problems}
-    problems += [problem for problem in refused if problem.layer not in known]
+    problems += _others(refused, problems)
     if inputs and not any(parameters.lazy(model)):
         problems += _in_forward(model, inputs, {problem.layer for problem in problems})
-    more = [*kinds.notes(model), *parameters.notes(model)]
-    return Report(type(model).__name__, mode, tuple(problems), (*notes, *more))
+    notes = _others([*notes, *kinds.notes(model), *parameters.notes(model)], problems)
+    return Report(type(model).__name__, mode, tuple(problems), tuple(notes))
+
+
+def _others(findings: list[Finding], problems: list[Finding]) -> list[Finding]:
+    """Those of layers that no problem is known of."""
+    known = {problem.layer for problem in problems}
+    return [finding for finding in findings if finding.layer not in known]
 
 
 def _in_forward(model: nn.Module, inputs: tuple[Any, ...], known: set[str]) -> Iterator[Finding]:

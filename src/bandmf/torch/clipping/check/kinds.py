@@ -105,7 +105,9 @@ def _spectral(remove: str) -> tuple[str, str]:
 
 
 def _is_quantized(module: nn.Module) -> bool:
-    return type(module).__module__.startswith(("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized"))
+    kind = type(module)
+    inside = kind.__module__.startswith(("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized"))
+    return inside and not kind.__name__.endswith("PackedParams")
 
 
 def _observes(module: nn.Module) -> bool:

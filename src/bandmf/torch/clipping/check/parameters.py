@@ -71,7 +71,10 @@ def _tied(model: nn.Module) -> Iterator[Finding]:
         if parameter.requires_grad:
             places.setdefault(id(parameter), []).append(name)
     for first, *others in places.values():
-        if others:
+        owner = first.rpartition(".")[0]
+        if any(
+            owner and not name.startswith(f"{owner}.") for name in others
+        ):  # else it is one layer's own affair
             also = ", ".join(others)
             yield Finding(
                 first, f"is also {also}: tied, and clipped by the norm of the sum", is_parameter=True

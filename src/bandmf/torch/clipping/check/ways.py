@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -19,6 +20,8 @@ Found = tuple[list[Finding], list[Finding]]  # problems and notes
 
 
 def of_clipping(model: nn.Module, mode: str) -> Found:
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        return [], []  # which tells nothing of its layers, and is refused where it is trained
     if mode in ("hooks", "functorch"):
         return list(_by_hooks(model, mode)), list(_functional(model, mode))
     unfit, layers = _by_bookkeeping(model)
