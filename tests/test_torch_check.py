@@ -254,8 +254,6 @@ def test_what_some_ways_describe_is_a_problem_with_the_others_alone(name, mode):
 @pytest.mark.parametrize("mode", EVERY_MODE)
 @pytest.mark.parametrize("name", FIT)
 def test_what_has_no_problem_trains(name, mode):
-    if (name, mode) == ("DPLSTM", "functorch"):
-        pytest.skip("Opacus's recurrent layers are for its own rules")
     report = check(FIT[name](), clipping=mode)
     assert report.ok, report
     assert trains(FIT[name](), mode)

@@ -130,6 +130,11 @@ def privatize(
         permitted = (secret.step == state.step) & jnp.all(own == secret.run)
         if not secret.digests:
             permitted &= jnp.all(found == secret.sum)
+        if not _traced(permitted) and not bool(permitted):
+            raise ValueError(
+                "privatize: was given another sum, step or run than the ledger has; nothing may come before privatize "
+                "in a chain, and the function that run.release calls passes total and state on as they are"
+            )
         noisy, noise = engine.add(
             state.noise, total, jnp.where(permitted, jnp.float32(scale), jnp.nan), secret.noise_key
         )
