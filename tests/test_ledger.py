@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import os
 import stat
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from bandmf import Key
-from bandmf.ledger import Ledger
+from bandmf.ledger import Ledger, checks
+from bandmf.ledger.file import LockedLines
 
 KEY = Key(bytes(32))
 RUN = {
@@ -296,3 +301,50 @@ def test_what_nobody_has_seen_of_a_chunk_can_be_withdrawn(tmp_path):
 def test_a_chunk_does_not_reach_past_the_plan():
     with pytest.raises(ValueError, match="count"):
         a_run(None).reserve(0, 21, b"inputs")
+
+
+def test_threads_that_begin_one_run_at_once_write_one_first_line(path, monkeypatch):
+    ledger, inside, most = Ledger(path, KEY), [0], [0]
+    create = LockedLines.create
+
+    def slow(self, *given):
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(0.05)  # the others arrive meanwhile
+        try:
+            return create(self, *given)
+        finally:
+            inside[0] -= 1
+
+    monkeypatch.setattr(LockedLines, "create", slow)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(ledger.begin, [RUN] * 4))
+    assert (most, ledger.entries) == ([1], 1)
+    ledger.close()
+    assert len(path.read_text().splitlines()) == 1
+
+
+def test_a_run_that_is_open_when_python_ends_says_nothing(path):
+    """When the interpreter exits, the names of modules can be gone before the objects that use them."""
+    program = (
+        "import sys, os, bandmf.ledger.file as file\n"
+        "from pathlib import Path\n"
+        "lines = file.LockedLines(Path(sys.argv[1]))\n"
+        "lines.create(lambda place: b'{}')\n"
+        "file.os = file.contextlib = os.close = None\n"
+        "del lines\n"
+        "never = file.LockedLines.__new__(file.LockedLines)\n"
+        "del never\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert result.stderr == ""
+
+
+def test_messages_fit_torch_and_jax_alike(path):
+    write(path, 1)
+    with pytest.raises(ValueError, match="which is saved beside the ledger"):
+        open_ledger(path, plan="other")
+    for sentence in checks._REMEDY.values():
+        assert "make_private" not in sentence

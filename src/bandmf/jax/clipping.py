@@ -100,6 +100,7 @@ def clipped_gradient(
 
     def summed(*arguments: Any, mask: Array | None = None) -> Any:
         rows = _rows([arguments[place] for place in batched])
+        _check_real(arguments, chosen)
         kept = jnp.ones(rows, bool) if mask is None else jnp.asarray(mask, bool)
         if kept.shape != (rows,):
             raise _check.fail("mask.shape", kept.shape, f"must be ({rows},): one entry for each row")
@@ -123,6 +124,19 @@ def clipped_gradient(
         return (result, seen) if has_aux or return_examples else result
 
     return summed
+
+
+def _check_real(arguments: tuple[Any, ...], chosen: tuple[int, ...]) -> None:
+    """Refuse to differentiate what is no real number, such as the state of an optimizer."""
+    for place in chosen:
+        for leaf in jax.tree.leaves(arguments[place]):
+            if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+                raise _check.fail(
+                    f"dtype in argument {place}", str(jnp.result_type(leaf)),
+                    "must be a floating-point type: the gradient is taken by this argument",
+                    "give the weights there, and not the state of the optimizer: run.release returns what update does, "
+                    "in its order",
+                )  # fmt: skip
 
 
 def _check_others(
@@ -180,8 +194,11 @@ def _masked_sum(rows: Array, counts: Array) -> Array:
 def _rows(batch: list[Any]) -> int:
     """The number of rows, which all arrays of a batch share."""
     leaves = jax.tree.leaves(batch)
-    if not leaves or any(leaf.ndim == 0 for leaf in leaves):
-        raise ValueError("batch: every array needs a first dimension, whose entries are the examples")
+    if not leaves or any(not getattr(leaf, "ndim", 0) for leaf in leaves):
+        raise ValueError(
+            "batch: must be arrays, each with a first dimension whose entries are the examples; Python lists are trees "
+            "of numbers to JAX: use np.asarray"
+        )
     sizes = {leaf.shape[0] for leaf in leaves}
     if len(sizes) > 1:
         raise _check.fail("batch", sorted(sizes), "its arrays must have the same number of rows")

@@ -106,6 +106,7 @@ def privatize(
     )
 
     def init(params: Any) -> PrivateState:
+        refuse_several(any(map(_is_one_of_many, jax.tree.leaves(params))))
         # Two arrays, not one twice: a buffer can be donated once.
         provenance, found = (jnp.zeros(WORDS, jnp.uint32) for _ in range(2))
         return PrivateState(engine.init(params), provenance, found, plan.digest, clip_norm)
@@ -115,6 +116,13 @@ def privatize(
     ) -> tuple[Any, PrivateState]:
         global _uses
         _uses += 1
+        if not isinstance(state, PrivateState):
+            raise _check.fail(
+                "state", type(state).__name__, "must be the state of privatize",
+                "the order is optimizer.update(total, state, weights, secret=secret), and run.release(update, total, "
+                "weights, state) passes its arguments on as they come",
+            )  # fmt: skip
+        refuse_several(any(map(_is_one_of_many, jax.tree.leaves((updates, state)))))
         total = _opened(updates, clip_norm)
         secret = _checked(secret, plan, total)
         found = digest(total, secret.seeds)
@@ -122,6 +130,11 @@ def privatize(
         permitted = (secret.step == state.step) & jnp.all(own == secret.run)
         if not secret.digests:
             permitted &= jnp.all(found == secret.sum)
+        if not _traced(permitted) and not bool(permitted):
+            raise ValueError(
+                "privatize: was given another sum, step or run than the ledger has; nothing may come before privatize "
+                "in a chain, and the function that run.release calls passes total and state on as they are"
+            )
         noisy, noise = engine.add(
             state.noise, total, jnp.where(permitted, jnp.float32(scale), jnp.nan), secret.noise_key
         )
@@ -154,6 +167,19 @@ def _checked(secret: Secret | None, plan: Plan, total: Any) -> Secret:
             "secret: would become a constant of the compiled program; make it an argument of the jitted function"
         )
     return secret
+
+
+def refuse_several(several: bool) -> None:
+    """Refuse vmap over privatize: its noise is a function of the run and the step, and would be the same for all."""
+    if several:
+        raise ValueError(
+            "privatize: is inside of jax.vmap, where several sums would get the same noise, which their difference "
+            "then lacks; give each model a run of its own (bandmf.jax.Run), and update one after the other"
+        )
+
+
+def _is_one_of_many(value: Any) -> bool:
+    return type(value).__name__ == "BatchTracer"
 
 
 def _traced(value: Any) -> bool:

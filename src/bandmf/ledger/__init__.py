@@ -104,6 +104,7 @@ class Ledger:
 
     # --- the beginning ------------------------------------------------------------------------------------
 
+    @one_at_a_time
     def begin(self, run: Mapping[str, Any]) -> None:
         """Write the first line of a new run; of one that is on record, check that it goes on as it began."""
         self._check_process()

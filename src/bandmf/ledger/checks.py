@@ -20,7 +20,7 @@ MOVED = (
     "own from these weights, whose privacy is spent in addition"
 )
 _REMEDY = {
-    "plan": "continue with the plan of the run, which make_private saved beside the ledger: bandmf.Plan.load(folder / "
+    "plan": "continue with the plan of the run, which is saved beside the ledger: bandmf.Plan.load(folder / "
     "'plan.json'); planning again can give another certificate, and so another plan. Or begin a run in another folder",
     "key": "load the key of the run",
     "clip_norm": "the noise was planned for the clip norm of the run",
@@ -57,7 +57,7 @@ def check_process(opened_by: int) -> None:
     if os.getpid() != opened_by:
         raise RuntimeError(
             f"this run was opened by process {opened_by}, and this is process {os.getpid()}, a fork of it: both would "
-            "use the same noise for different sums; call make_private in the process that trains"
+            "use the same noise for different sums; open the run, by make_private or Run, in the process that trains"
         )
 
 

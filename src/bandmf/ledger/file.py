@@ -117,5 +117,8 @@ class LockedLines:
             os.close(self._file)
             self._file = None
 
-    def __del__(self) -> None:
-        self.close()
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # Bound beforehand: when the interpreter exits, the names of a module may be gone before its objects.
+        if getattr(self, "_file", None) is not None:
+            close(self._file)  # type: ignore[arg-type]
+            self._file = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from dataclasses import dataclass
 
 from bandmf import _check, accounting
@@ -77,7 +78,7 @@ def checked_request(
     steps = training_steps(steps, epochs, batch_size, examples)
     if sampling == "balls-in-bins" and examples is not None:
         batch_size = examples / whole_cycle(examples, batch_size, steps)
-    return Request(
+    request = Request(
         epsilon=epsilon,
         noise_multiplier=noise_multiplier,
         delta=delta,
@@ -97,6 +98,18 @@ def checked_request(
         inverse_bands=inverse_bands,
         sampling=sampling,
     )
+    _warn_of_delta(request)
+    return request
+
+
+def _warn_of_delta(request: Request) -> None:
+    """A delta of 1 / examples is met by publishing one of them, without any noise."""
+    if request.examples is not None and request.delta >= 1 / request.examples:
+        warnings.warn(
+            f"delta={request.delta:g}: should be below 1/examples={1 / request.examples:.3g}, as publishing one "
+            f"example outright would meet it; usual is 1/(10 examples)={0.1 / request.examples:.2g} or less",
+            stacklevel=4,
+        )
 
 
 def _check_choice(request: Request) -> None:

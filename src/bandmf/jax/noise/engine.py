@@ -198,7 +198,8 @@ class Engine:
         if not _traced(state.step):
             checks.check_step(int(state.step), self.schedule.steps)
         for name, leaf in named(gradients).items():
-            if not _traced(leaf) and not bool(jnp.isfinite(leaf).all()):
+            finite = jnp.isfinite(leaf).all()  # inside of lax.cond this is traced even where the leaf is not
+            if not _traced(finite) and not bool(finite):
                 raise checks.not_finite(name)
 
     def state_dict(self, state: State) -> dict[str, Any]:

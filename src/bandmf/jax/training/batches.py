@@ -139,6 +139,7 @@ class Source:
         """The examples at these places; NaN or zeros where there is none."""
         valid = places >= 0
         found = self._load(np.where(valid, places, 0))
+        _check_arrays(jax.tree.leaves(found))
         return jax.tree.map(lambda leaf: _masked(leaf, valid), found)
 
 
@@ -159,13 +160,42 @@ def _masked(leaf: Any, valid: Any) -> Any:
 
 
 def _checked(data: Any, examples: int) -> Any:
-    for leaf in jax.tree.leaves(data):
-        if getattr(leaf, "ndim", 0) == 0 or len(leaf) != examples:
+    leaves = jax.tree.leaves(data)
+    if (
+        isinstance(data, list)
+        and len(data) == examples
+        and any(not _is_long(leaf, examples) for leaf in leaves)
+    ):
+        raise _check.fail(
+            "data", "list", "must be a pytree of arrays whose first dimension counts the examples, not a list of them",
+            "stack them: jax.tree.map(lambda *rows: np.stack(rows), *data)",
+        )  # fmt: skip
+    _check_arrays(leaves)
+    for leaf in leaves:
+        if len(leaf) != examples:
             raise _check.fail(
-                "len(data)", len(leaf) if getattr(leaf, "ndim", 0) else leaf, f"must be the plan's examples={examples}",
+                "len(data)", len(leaf), f"must be the plan's examples={examples}",
                 "data is a pytree of arrays whose first dimension counts the examples; an example keeps its index",
             )  # fmt: skip
     return data
+
+
+def _check_arrays(leaves: list[Any]) -> None:
+    """Values are not shown: they are somebody's."""
+    for leaf in leaves or [None]:
+        if not _is_array(leaf):
+            raise _check.fail(
+                "data", type(leaf).__name__, "must be a pytree of arrays of numbers whose first dimension counts the "
+                "examples", "Python lists are trees of numbers to JAX: use np.asarray, and numbers in place of texts",
+            )  # fmt: skip
+
+
+def _is_long(leaf: Any, rows: int) -> bool:
+    return _is_array(leaf) and len(leaf) == rows
+
+
+def _is_array(leaf: Any) -> bool:
+    return bool(getattr(leaf, "ndim", 0)) and getattr(leaf.dtype, "kind", "V") not in "OSUMm"
 
 
 def _shares(sharding: NamedSharding) -> int:

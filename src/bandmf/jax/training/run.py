@@ -22,10 +22,11 @@ from jax.sharding import NamedSharding
 from bandmf import _check
 from bandmf.jax.clipping import Clipped
 from bandmf.jax.noise.digest import WORDS, all_finite, digest
-from bandmf.jax.privatize import PrivateState, Secret, private_states, single
+from bandmf.jax.privatize import PrivateState, Secret, private_states, refuse_several, single
 from bandmf.jax.training import checkpoint, chunks
 from bandmf.jax.training.batches import Batch, Source
 from bandmf.jax.training.chunks import Chunk
+from bandmf.jax.training.mistakes import explained
 from bandmf.jax.training.processes import Processes
 from bandmf.ledger import Ledger
 from bandmf.ledger.run_folder import Opened
@@ -200,14 +201,15 @@ class Run:
         `total` is the sum of clipped gradients of the batch at hand; among the arguments is the state of the optimizer.
         """
         batch = self._at_hand(Batch)
-        state = self._state_in(arguments)
-        self._begin(state)
-        words = self._words
         if not isinstance(total, Clipped):
             raise _check.fail(
                 "total", type(total).__name__, "must be what clipped_gradient gives",
-                "state of another library's sum what it was clipped to: bandmf.jax.Clipped(total, clip_norm)",
+                "the order is run.release(update, total, weights, state); state of another library's sum what it was "
+                "clipped to: bandmf.jax.Clipped(total, clip_norm)",
             )  # fmt: skip
+        state = self._state_in(arguments)
+        self._begin(state)
+        words = self._words
         found, finite = self._examine(total, words.seeds)
         if not finite:
             raise ValueError(
@@ -217,7 +219,9 @@ class Run:
         self._same_everywhere("digest of the sum", known.tobytes(), _TOGETHER)
         self.on_ledger(lambda ledger: ledger.release(batch.step, batch._indices.tobytes(), known.tobytes()))
         self._steps_spent = max(self._steps_spent, batch.step + 1)
-        result = update(total, *arguments, secret=words.secret(self.plan, batch.step, jnp.asarray(known)))
+        secret = words.secret(self.plan, batch.step, jnp.asarray(known))
+        with explained():
+            result = update(total, *arguments, secret=secret)
         self.steps_taken, self._batch, self._last = batch.step + 1, None, known
         return result
 
@@ -231,7 +235,8 @@ class Run:
         state = self._state_in(carry)
         self._begin(state)
         secret, carry = self._words.secret(self.plan, chunk.step), chunks.as_stored(carry)
-        program = self._programs.compiled(advance, chunk, carry, secret)
+        with explained():
+            program = self._programs.compiled(advance, chunk, carry, secret)
         decides = chunks.deciding(carry), chunk.rows
         inputs = self._words.digest(decides) + program.identity + chunk.indices
         self._same_everywhere("inputs of the chunk", inputs, _TOGETHER)
@@ -253,6 +258,7 @@ class Run:
     def _state_in(self, tree: Any) -> PrivateState:
         """The one state of `privatize` among the arguments, if it is where the run is."""
         state = self._one_state(tree)
+        refuse_several(state.step.ndim > 0)
         if int(state.step) != self.steps_taken:
             raise _check.fail(
                 "state.step", int(state.step), f"the run has taken {self.steps_taken} steps, and an update was dropped "

@@ -22,7 +22,15 @@ from bandmf.torch.clipping.norms import Terms, squares_apart, total_squares
 from bandmf.torch.clipping.products import PORTION, fuses, widened
 from bandmf.torch.clipping.protocol import Clipping, Parameters, clip_factors, clip_limit
 from bandmf.torch.clipping.recording import Recorder, replace_forward, restore_forward
-from bandmf.torch.clipping.refusals import UnsupportedError, late_backward, used_elsewhere, wrong_rows
+from bandmf.torch.clipping.refusals import (
+    UnsupportedError,
+    edited,
+    late_backward,
+    used_by_function,
+    used_elsewhere,
+    wrong_rows,
+)
+from bandmf.torch.clipping.watch import Written
 
 _LARGE = 1 << 18  # numbers
 
@@ -42,7 +50,7 @@ class Bookkeeping:
         self._sharded = any(isinstance(parameter, DTensor) for parameter in parameters.values())
         self._limit = clip_limit(clip_norm, parameters, per_layer)
         self.layers = layers_of(model, {id(p): name for name, p in parameters.items()})
-        self._recorder = Recorder()
+        self._recorder, self._written = Recorder(), Written(parameters)
         for layer in self.layers:
             replace_forward(layer, self._recorder)
 
@@ -56,6 +64,7 @@ class Bookkeeping:
     def record(self, rows: int | None) -> None:
         """From now on the model runs on a batch of so many examples; None: do not record."""
         self._recorder.begin(rows)
+        self._written.forget()
 
     @property
     def half_precision(self) -> set[torch.dtype]:
@@ -99,7 +108,7 @@ class Bookkeeping:
             ) from self._recorder.failure
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
-                raise used_elsewhere(name)
+                raise self._by_another_way(name)
         terms: dict[str, list[Contribution | Totals]] = {}
         for entry in self._recorder.peek():
             names = entry.layer.names
@@ -119,6 +128,16 @@ class Bookkeeping:
         joined = {name: join(several) for name, several in sorted(settle(terms).items())}
         _count_places(joined)
         return _pack(joined)
+
+    def _by_another_way(self, name: str) -> RuntimeError:
+        """The error for a gradient that no layer has recorded."""
+        if name in self._written.edited():
+            return RuntimeError(edited(name))
+        for layer in self.layers:
+            if name in layer.names.values():
+                called = any(entry.layer is layer for entry in self._recorder.peek())
+                return used_by_function(name, layer.path, called)
+        return used_elsewhere(name)
 
     def _check_shape(self, name: str, contribution: Contribution | Totals, rows: int) -> None:
         """For rules of the user's own."""
@@ -177,6 +196,7 @@ class Bookkeeping:
     def remove(self) -> None:
         for layer in self.layers:
             restore_forward(layer)
+        self._written.remove()
 
 
 def _fits(given: Contribution | Totals, rows: int, shape: torch.Size) -> bool:

@@ -6,7 +6,7 @@ Guarantees: as for book-keeping, since norm and sum come from the same per-examp
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -24,12 +24,15 @@ from bandmf.torch.clipping.products import wide
 from bandmf.torch.clipping.protocol import Clipping, Parameters, clip_factors, clip_limit
 from bandmf.torch.clipping.refusals import (
     UnsupportedError,
+    edited,
+    extra_forward,
     late_backward,
     refuse_packed,
-    used_elsewhere,
+    second_backward,
+    used_by_function,
     wrong_rows,
 )
-from bandmf.torch.clipping.watch import Turns
+from bandmf.torch.clipping.watch import Turns, Written
 
 # True of every first layer, and harmless: its inputs are data.
 warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients are computed")
@@ -50,6 +53,8 @@ class PerExample:
         self._limit = clip_limit(clip_norm, parameters, per_layer)
         names = {id(parameter): name for name, parameter in parameters.items()}
         self._hooks = Hooks(model, names, loss_reduction="sum", force_functorch=functorch)
+        self._written = Written(parameters)
+        self._warned = False  # of gradients that were written by hand
 
     otherwise: Callable[[Exception], Clipping] | None = None
 
@@ -58,8 +63,8 @@ class PerExample:
         return f"whole per-example gradients, by {way}"
 
     def record(self, rows: int | None) -> None:
-        self._hooks.turns.next()
-        self._hooks.rows, self._hooks.failure = rows, None
+        self._hooks.begin(rows)
+        self._written.forget()
         if rows is None:
             self._hooks.disable_hooks()
         else:
@@ -104,7 +109,10 @@ class PerExample:
             raise late_backward()
         if self._hooks.failure is not None:
             raise self._hooks.failure
-        found = {name: _gradients(name, p, rows) for name, p in self._parameters.items()}
+        if (by_hand := self._written.edited()) and not self._warned:
+            self._warned = True
+            warnings.warn(edited(by_hand[0]), stacklevel=6)
+        found = {name: self._gradients(name, p, rows) for name, p in self._parameters.items()}
         samples = {name: sample for name, sample in found.items() if sample is not None}
         if not samples:
             raise RuntimeError(
@@ -119,20 +127,22 @@ class PerExample:
 
     def remove(self) -> None:
         self._hooks.cleanup()
+        self._written.remove()
 
-
-def _gradients(name: str, parameter: nn.Parameter, rows: int) -> Tensor | None:
-    """The per-example gradients of a parameter; None if it was not used."""
-    samples = getattr(parameter, "grad_sample", None)
-    if isinstance(samples, list):
-        raise RuntimeError("optimizer.step() must follow every backward pass; batches are accumulated there")
-    if samples is None:
-        if parameter.grad is not None:
-            raise used_elsewhere(name)
-        return None
-    if len(samples) != rows:
-        raise wrong_rows(name, len(samples), rows)
-    return samples
+    def _gradients(self, name: str, parameter: nn.Parameter, rows: int) -> Tensor | None:
+        """The per-example gradients of a parameter; None if it was not used."""
+        samples = getattr(parameter, "grad_sample", None)
+        if isinstance(samples, list):
+            raise second_backward()
+        if samples is None:
+            if getattr(parameter, "_current_grad_sample", None) is not None:  # Opacus waits for more
+                raise extra_forward(name)
+            if parameter.grad is not None and name not in self._written.edited():
+                raise used_by_function(name, name.rpartition(".")[0], called=False)
+            return None
+        if len(samples) != rows:
+            raise wrong_rows(name, len(samples), rows)
+        return samples
 
 
 def _flat(norms: dict[str, Tensor]) -> Tensor:
@@ -146,6 +156,21 @@ def _add(total: Tensor, factor: Tensor, sample: Tensor, scale: float) -> None:
     total += torch.einsum("i,i...", factor, sample.to(total.dtype)).view_as(total)
 
 
+def hooked(model: nn.Module, functorch: bool) -> Iterator[tuple[str, nn.Module, bool]]:
+    """The modules that Opacus would record, with their names, and whether it has a rule for each."""
+
+    def walk(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module, bool]]:
+        known = type(module) in GradSampleHooks.GRAD_SAMPLERS
+        if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+            yield path, module, known and not functorch
+            if not known and not isinstance(module, DPRNNBase):
+                return  # torch.func describes all that is in it
+        for name, child in module.named_children():
+            yield from walk(child, f"{path}.{name}" if path else name)
+
+    yield from walk(model, "")
+
+
 class Hooks(GradSampleHooks):
     """Like its base class, but stores complete per-example gradients without a copy: a tenth of a training step."""
 
@@ -154,13 +179,35 @@ class Hooks(GradSampleHooks):
         self.rows: int | None = None  # examples of the batch at hand
         self.failure: RuntimeError | None = None  # what is wrong with its gradients
         super().__init__(model, **options)
-        self._own = {id(module) for module in model.modules()}
+        self._own = {id(module): path for path, module in model.named_modules()}
         for path, module in model.named_modules():
             if isinstance(module, DPRNNBase):
                 refuse = module.register_forward_pre_hook(
                     partial(self._refuse_packed, path), with_kwargs=True
                 )
                 self.autograd_grad_sample_hooks.append(refuse)
+
+    def begin(self, rows: int | None) -> None:
+        """The next batch, whatever forward passes without a backward pass have left of the last one."""
+        self.turns.next()
+        self.rows, self.failure = rows, None
+        for module in self._module.modules():
+            for name in ("activations", "max_batch_len"):
+                vars(module).pop(name, None)
+            for parameter in module.parameters(recurse=False):
+                vars(parameter).pop("_current_grad_sample", None)
+                if hasattr(parameter, "_forward_counter"):
+                    parameter._forward_counter = 0
+
+    @classmethod
+    def validate(cls, module: nn.Module, *, strict: bool = False) -> list[NotImplementedError]:
+        """Opacus's own refusal, in a sentence: bandmf.torch.check says it first, of models that it knows."""
+        errors = super().validate(module, strict=False)
+        if errors and strict:
+            raise UnsupportedError(
+                f"clipping: Opacus's hooks do not describe this model ({errors[0]}); use clipping='bookkeeping'"
+            )
+        return errors
 
     def _refuse_packed(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.hooks_enabled and id(module) in self._own:
@@ -197,11 +244,10 @@ class Hooks(GradSampleHooks):
         """After the backward pass of a layer: its rule gives the gradients, tied ones are added up."""
         if not self.hooks_enabled or id(module) not in self._own:
             return
-        if getattr(module, "activations", None) == []:
-            raise RuntimeError(
-                "a second backward pass through the same batch: optimizer.step() must follow every backward pass; "
-                "clipping='bookkeeping' adds several up"
-            )
+        if not getattr(module, "activations", None):
+            if self.turns.late:  # of an earlier batch, whose activations are gone; optimizer.step() says so
+                return
+            raise second_backward()
         activations, backprops = self.rearrange_grad_samples(
             module=module,
             backprops=outputs[0].detach(),
@@ -215,9 +261,9 @@ class Hooks(GradSampleHooks):
             samples = rule(module, activations, backprops)
         except Exception as error:
             raise UnsupportedError(
-                f"clipping: Opacus's hooks cannot give the gradients of single examples of {type(module).__name__} "
-                f"({type(error).__name__}: {error}); freeze it, or register a rule with bandmf.torch.clipping.rule and "
-                "use clipping='bookkeeping'"
+                f"clipping: Opacus's hooks cannot give the gradients of single examples of "
+                f"{self._own.get(id(module), '')!r}, {type(module).__name__} ({type(error).__name__}: {error}); use "
+                "clipping='bookkeeping', with a rule of bandmf.torch.clipping.rule if it wants one, or freeze the layer"
             ) from error
         for parameter, sample in samples.items():
             self._store(parameter, sample)

@@ -8,7 +8,7 @@ from torch import nn
 
 from bandmf.torch.clipping.attention import Attention, describes
 from bandmf.torch.clipping.recording import Layer, Recorded, RecordedLinear
-from bandmf.torch.clipping.refusals import UnsupportedError
+from bandmf.torch.clipping.refusals import UnfitError, bare_parameter, two_dimensions
 from bandmf.torch.clipping.rules import Rule, linear, rule_for, transposed_linear
 
 _SEQUENCE_FIRST = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
@@ -23,10 +23,7 @@ def layers_of(model: nn.Module, names: dict[int, str]) -> list[Layer]:
     for layer in _walk(model, "", names, 0):
         known = found.setdefault(id(layer.module), layer)  # one module may have several places
         if known.batch != layer.batch:
-            raise UnsupportedError(
-                f"{layer.path!r} is also {known.path!r}, where the examples are another dimension; use two modules "
-                "that have the same parameters"
-            )
+            raise UnfitError(two_dimensions(layer.path, known.path))
     return list(found.values())
 
 
@@ -53,10 +50,7 @@ def _unit(module: nn.Module, path: str, names: dict[int, str], batch: int) -> La
     """A module without a rule, with everything in it."""
     if not path:
         bare = next(name for name, p in module._parameters.items() if p is not None and id(p) in names)
-        raise UnsupportedError(
-            f"model: {bare!r} is a parameter of the model itself, which no layer describes; put it into a module of "
-            "its own, whose forward uses it, or freeze it"
-        )
+        raise UnfitError(bare_parameter(bare))
     inside = {name: names[id(p)] for name, p in module.named_parameters() if id(p) in names}
     return Layer(module, path, inside, batch, None)
 

@@ -1,22 +1,50 @@
-"""Models that cannot be trained privately as they are: found by kind, before anything runs.
+"""Models and loops that cannot be trained privately as they are: every sentence that says so, each in one place.
 
 Guarantee: no layer that mixes the examples of a batch, or that keeps statistics of the data, is accepted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is to be said of a layer or a parameter, and what to do about it."""
+
+    layer: str  # its name in the model; empty: the model itself
+    reason: str  # what it is or does: "is LSTM, whose ..."
+    remedy: str = ""
+    is_parameter: bool = False
+
+    def __str__(self) -> str:
+        name = repr(self.layer) if self.is_parameter else self.layer or "it"
+        return f"{name} {self.reason}" + (f"; {self.remedy}" if self.remedy else "")
 
 
 class UnsupportedError(ValueError):
     """Book-keeping cannot describe a layer; another way of clipping may."""
+
+
+class UnfitError(UnsupportedError):
+    """The same, known before anything runs."""
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(f"model: {finding}")
+        self.finding = finding
+
+
+# --- layers that mix examples, or remember them -------------------------------------------------------------
 
 
 def suspects(model: nn.Module) -> dict[str, nn.Module]:
@@ -27,43 +55,95 @@ def suspects(model: nn.Module) -> dict[str, nn.Module]:
 
 def refuse_mixing(modules: dict[str, nn.Module]) -> None:
     """Refuse layers whose output for one example depends on the others, or that remember examples."""
+    for finding in mixing(modules):
+        raise ValueError(f"model: {finding}")
+
+
+def mixing(modules: dict[str, nn.Module]) -> Iterator[Finding]:
+    """The layers that mix examples in the mode that they are in."""
     for path, module in modules.items():
-        if reason := _mixes(module):
-            raise ValueError(f"model: {path or 'it'} is {type(module).__name__}, {reason}")
+        if found := _mixes(module):
+            reason, remedy = found
+            yield Finding(path, f"is {type(module).__name__}, {reason}", remedy)
 
 
-def _mixes(module: Any) -> str | None:
+def _mixes(module: Any) -> tuple[str, str] | None:
     if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
         return (
-            "which mixes the examples of a batch, trainable or not: one example would change the gradients of all; "
-            "use nn.GroupNorm, or, to keep fixed statistics, call .eval() on this layer and never .train()"
+            "which mixes the examples of a batch, trainable or not: one example would change the gradients of all",
+            "use nn.GroupNorm, or, to keep fixed statistics, call .eval() on this layer and never .train()",
         )
     if isinstance(module, _InstanceNorm) and module.track_running_stats:
-        return "which keeps statistics of the data without noise; make it with track_running_stats=False"
+        return "which keeps statistics of the data without noise", "make it with track_running_stats=False"
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
         return (
-            "whose max_norm rewrites the rows of tokens that occur, without noise; make it without max_norm"
+            "whose max_norm rewrites the rows of tokens that occur, without noise",
+            "make it without max_norm",
         )
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq:
-        return "whose scale_grad_by_freq divides by counts over the whole batch; make it without that"
+        return "whose scale_grad_by_freq divides by counts over the whole batch", "make it without that"
     if isinstance(module, nn.RNNBase) and any(p.requires_grad for p in module.parameters()):
         kind = f"opacus.layers.DP{type(module).__name__}"
-        return f"whose gradients of single examples torch does not give; use {kind}, or freeze it"
+        return "whose gradients of single examples torch does not give", f"use {kind}, or freeze it"
     return None
 
 
 def refuse_shared_memory(model: nn.Module) -> None:
+    """Refuse two parameters in the same memory."""
+    for finding in shared_memory(model):
+        raise ValueError(f"model: {finding}")
+
+
+def shared_memory(model: nn.Module) -> Iterator[Finding]:
     """Two parameters in the same memory are one, but would be counted as two. (One parameter in two places is fine.)"""
     homes: dict[int, tuple[str, int]] = {}
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad or not parameter.numel() or isinstance(parameter, DTensor):
+        if is_lazy(parameter) or isinstance(parameter, DTensor) or parameter.layout is not torch.strided:
+            continue
+        if not parameter.requires_grad or not parameter.numel():
             continue
         other, identity = homes.setdefault(parameter.data_ptr(), (name, id(parameter)))
         if identity != id(parameter):
-            raise ValueError(
-                f"model: {name!r} and {other!r} are two parameters in the same memory; their norm would be "
-                "counted wrongly; tie them as one nn.Parameter"
+            yield Finding(
+                name,
+                f"and {other!r} are two parameters in the same memory; their norm would be counted wrongly",
+                "tie them as one nn.Parameter",
+                is_parameter=True,
             )
+
+
+# --- layers that a way of clipping cannot describe ------------------------------------------------------------
+
+
+def bare_parameter(name: str) -> Finding:
+    return Finding(
+        name,
+        "is a parameter of the model itself, which no layer describes",
+        "put it into a module of its own, whose forward uses it, or freeze it",
+        is_parameter=True,
+    )
+
+
+def two_dimensions(path: str, other: str) -> Finding:
+    return Finding(
+        path,
+        f"is also {other!r}, where the examples are another dimension",
+        "use two modules that have the same parameters",
+        is_parameter=True,
+    )
+
+
+def changed_in_a_batch(name: str, when: str = "changed between the start of a batch and its step") -> Finding:
+    return Finding(
+        name,
+        f"{when}, by data and without noise",
+        "keep it as it is while training (use nn.GroupNorm in place of running statistics), or change it after "
+        "optimizer.step()",
+        is_parameter=True,
+    )
+
+
+# --- what happens in a batch ----------------------------------------------------------------------------------
 
 
 def refuse_packed(path: str, args: Iterable[Any], kwargs: dict[str, Any]) -> None:
@@ -86,11 +166,49 @@ def wrong_rows(name: str, found: int, rows: int) -> RuntimeError:
     )
 
 
+_ALONE = "where single examples cannot be told apart"
+
+
 def used_elsewhere(name: str) -> RuntimeError:
+    """A gradient of which nothing is known but that no layer recorded it."""
     return RuntimeError(
-        f"{name!r} has a gradient from outside the layer that owns it, where single examples cannot be told apart; "
+        f"{name!r} has a gradient from outside the layer that owns it, {_ALONE}; "
         "call the layer itself (not F.linear or @ with its weight), put a bare nn.Parameter into a module of its "
         "own, or freeze it with requires_grad_(False)"
+    )
+
+
+def used_by_function(name: str, layer: str, called: bool) -> RuntimeError:
+    """A weight that was given to a function: beside its layer, or in place of it."""
+    how = f"beside calls of the layer {layer!r}" if called else f"and the layer {layer!r} was not called"
+    return RuntimeError(
+        f"{name!r} has a gradient from outside the layer that owns it, {_ALONE}: its value was used by itself "
+        f"(F.linear(x, layer.weight), x @ layer.weight, a penalty on weights in the loss), {how}; call the layer, tie "
+        "weights as one nn.Parameter of two layers, and let the optimizer's weight_decay make weights small"
+    )
+
+
+def edited(name: str) -> str:
+    return (
+        f"{name!r}: its .grad was written outside of backward(); to clip, scale or set the sum of gradients has no "
+        "effect on private training, which clips each example to clip_norm and fills .grad in optimizer.step(): take "
+        "clip_grad_norm_, and all else that writes to .grad, out of the loop"
+    )
+
+
+def extra_forward(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{name!r} was used in more forward passes than backward passes: with clipping='hooks' or 'functorch' every "
+        "forward pass of a batch needs its backward pass; run the model once more inside torch.no_grad(), or use "
+        "clipping='bookkeeping', which permits it"
+    )
+
+
+def second_backward() -> RuntimeError:
+    return RuntimeError(
+        "a second backward pass on the same batch: with clipping='hooks' or 'functorch' optimizer.step() must follow "
+        "every backward pass; add the losses up and call backward() once, or use clipping='bookkeeping', which adds "
+        "several up"
     )
 
 

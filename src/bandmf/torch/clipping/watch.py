@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from bandmf.torch.clipping.refusals import refuse_mixing, suspects
+from bandmf.torch.clipping.refusals import changed_in_a_batch, refuse_mixing, suspects
 from bandmf.torch.noise.shards import local
 
 
@@ -46,6 +47,41 @@ class Turns:
         return batch == self.batch
 
 
+class Written:
+    """Notices which gradients a backward pass has written, and which were changed after that."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._left: dict[str, tuple[int, ...]] = {}  # by a backward pass
+        # Not of shards, whose gradients FSDP2 writes by itself.
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(partial(self._note, name))
+            for name, parameter in parameters.items()
+            if not isinstance(parameter, DTensor)
+        ]
+
+    def _note(self, name: str, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._left[name] = _content(parameter.grad)
+
+    def forget(self) -> None:
+        self._left = {}
+
+    def edited(self) -> list[str]:
+        """The parameters whose gradients are not as a backward pass has left them."""
+        return [
+            name
+            for name, parameter in self._parameters.items()
+            if parameter.grad is not None
+            and not isinstance(parameter, DTensor)
+            and self._left.get(name) != _content(parameter.grad)
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
 class Watch:
     """Refuses buffers, parameters and modules that change while a batch is processed: changes would get no noise."""
 
@@ -73,16 +109,16 @@ class Watch:
             raise RuntimeError(
                 "model: its modules are others than at the start of the run; make it whole before make_private"
             )
+        for name in self.changes():
+            raise RuntimeError(f"model: {changed_in_a_batch(name)}")
+        refuse_mixing(self._suspects)
+
+    def changes(self) -> list[str]:
+        """The parameters and buffers that are not what they were at `begin`."""
         changed = self._changed()
         if self._values is not None:
             changed += [name for name, value in self._sketches().items() if self._values.get(name) != value]
-        for name in changed:
-            raise RuntimeError(
-                f"model: {name!r} changed between the start of a batch and its step, by data and without noise; "
-                "keep it as it is while training (use nn.GroupNorm in place of running statistics), or change "
-                "it after optimizer.step()"
-            )
-        refuse_mixing(self._suspects)
+        return changed
 
     def _children(self) -> list[tuple[str, nn.Module | None]]:
         """What every module is made of, in order; the modules are kept, as identities are compared."""
@@ -127,4 +163,6 @@ def _content(tensor: Tensor | None) -> tuple[int, ...]:
     """Changes with what torch writes there; the place in memory, too, as `swap_tensors` and `.data = ` exchange it."""
     if tensor is None:
         return ()
-    return (tensor._version,) if isinstance(tensor, DTensor) else (tensor._version, tensor.data_ptr())
+    if isinstance(tensor, DTensor) or tensor.layout is not torch.strided:
+        return (tensor._version,)
+    return tensor._version, tensor.data_ptr()

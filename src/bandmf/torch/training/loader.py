@@ -7,6 +7,7 @@ another; an empty share is filled with one example that counts nothing; together
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sized
 from typing import Any, cast
 
@@ -27,6 +28,7 @@ from bandmf.planning import Plan
 from bandmf.torch.training.generators import Sealed, generator
 from bandmf.torch.training.self_test import REHEARSALS
 from bandmf.torch.training.self_test.choice import by_difference
+from bandmf.torch.training.self_test.collating import Collating
 from bandmf.torch.training.self_test.extremes import halved
 from bandmf.torch.training.step import Piece, Stepper
 
@@ -143,12 +145,13 @@ class Loader:
         chosen = [chosen[number] for number in by_difference([examples[index] for index in chosen])]
         members = [examples[index] for index in chosen]
         members += [halved(each) for each in members]
-        collate = self._options.get("collate_fn") or default_collate
+        collate = Collating(self._options.get("collate_fn") or default_collate)
         expected = math.ceil(stepper.plan.batch_size / stepper.ranks.world)
         rows = min(expected, self.physical_batch_size or expected)
         for rehearsal in test.rehearsals(len(chosen), rows, self.physical_batch_size):
             with loading("rehearsed", stepper.steps_taken):
                 data = collate([members[member] for member in rehearsal.members])
+            test.collates_at_random = collate.random
             own = tuple(chosen[member % len(chosen)] for member in rehearsal.members)
             stepper.begin(Piece(stepper.steps_taken, own, 0, False, False, batch, rehearsal=rehearsal))
             yield data
@@ -262,7 +265,7 @@ def epoch_length(stepper: Stepper) -> int:
     return max(1, round(stepper.sampler.examples / stepper.plan.batch_size))
 
 
-def from_loader(data: Any) -> tuple[Dataset[Any], dict[str, Any]]:
+def from_loader(data: Any, plan: Plan) -> tuple[Dataset[Any], dict[str, Any]]:
     """A data set and how to load from it, from a data set or from an existing DataLoader.
 
     Its batches are the plan's, so a DataLoader that chooses, weighs or repeats rows is refused.
@@ -271,7 +274,23 @@ def from_loader(data: Any) -> tuple[Dataset[Any], dict[str, Any]]:
         return data, {}
     if not isinstance(data.dataset, IterableDataset):
         _check_whole(data)
+    if unused := _unused(data, plan):
+        warnings.warn(
+            f"DataLoader({', '.join(unused)}): not used; the plan draws the batches, of about "
+            f"{plan.batch_size:g} examples",
+            stacklevel=3,
+        )
     return data.dataset, {name: getattr(data, name) for name in _TAKEN}
+
+
+def _unused(loader: DataLoader[Any], plan: Plan) -> list[str]:
+    """What a DataLoader was told of its batches that the plan's are not like."""
+    given = {
+        "batch_size": loader.batch_size not in (None, 1, plan.batch_size) and loader.batch_size,
+        "shuffle": type(loader.sampler) is RandomSampler,
+        "drop_last": loader.drop_last,
+    }
+    return [f"{name}={value}" for name, value in given.items() if value]
 
 
 def _check_whole(loader: DataLoader[Any]) -> None:

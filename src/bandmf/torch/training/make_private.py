@@ -19,6 +19,7 @@ from bandmf.planning import Plan
 from bandmf.randomness.key import Key
 from bandmf.sampling import sampler
 from bandmf.torch.clipping import make_clipping
+from bandmf.torch.clipping.check import check
 from bandmf.torch.losses import ExampleCriterion
 from bandmf.torch.training import checkpoint
 from bandmf.torch.training.loader import Loader, from_loader
@@ -91,8 +92,9 @@ def make_private(
     clip_norm = _check.real("clip_norm", clip_norm, 0, open_low=True)
     _check.choice("loss_reduction", loss_reduction, ("mean", "sum"))
     end_earlier(model)
+    check(model, clipping=clipping).refuse()
     parameters = _protected(model, optimizer)
-    data, options = from_loader(dataset)
+    data, options = from_loader(dataset, plan)
     examples = len(data) if hasattr(data, "__len__") else None
     ranks = Ranks(parameters.values())
     plan = ranks.same_plan(plan)
@@ -277,10 +279,6 @@ def _protected(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
             f"model: {missing[0]!r} is trainable but not in the optimizer; add it, or freeze it with "
             "requires_grad_(False)"
         )
-    if not named:
-        raise ValueError("model: has no trainable parameters")
-    if odd := [name for name, p in named.items() if p.is_complex()]:
-        raise ValueError(f"model: {odd[0]!r} is complex; only real parameters can be trained, freeze it")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
             "optimizer: LBFGS evaluates a batch several times; use one that takes a step for a batch"

@@ -29,6 +29,7 @@ from bandmf.torch.clipping.refusals import UnsupportedError
 from bandmf.torch.noise.precision import precision
 from bandmf.torch.noise.shards import local
 from bandmf.torch.training.random_state import RandomState
+from bandmf.torch.training.self_test.collating import AT_RANDOM
 from bandmf.torch.training.self_test.guarded import Guards
 from bandmf.torch.training.self_test.quiet import Quiet
 from bandmf.torch.training.self_test.sketches import (
@@ -87,6 +88,7 @@ class SelfTest:
         self.compared = 0  # how many examples had a gradient, and were compared
         self._begin_anew()
         self._drew = False
+        self.collates_at_random = False  # known of the batches so far
         self._exchanged = False  # another way of clipping has taken over
         self._handles: list[Any] = []
         self._silent = False  # whether hooks keep the model in evaluation mode
@@ -265,7 +267,7 @@ class SelfTest:
     def _finish_alone(self, rehearsal: Rehearsal, scale: float) -> str | None:
         found, world = self._alone, self._stepper.ranks.world
         for name, parameter in self._stepper.parameters.items():
-            if parameter.grad is not None:  # FSDP2 has put it there, averaged over the ranks
+            if parameter.grad is not None and name not in found:  # FSDP2's, averaged over the ranks
                 found[name] = world * sketch(name, local(parameter.grad))
         if not found:
             raise RuntimeError("no gradients: call loss.backward() on every batch before optimizer.step()")
@@ -288,7 +290,9 @@ class SelfTest:
 
     def _refuse(self, problem: str | None) -> None:
         """On all ranks at the same moment."""
-        if problem and self._drew and self._silent:
+        if problem and self.collates_at_random:
+            problem = AT_RANDOM
+        elif problem and self._drew and self._silent:
             problem = (
                 "self-test: random numbers are drawn in evaluation mode too, so an example alone cannot be compared "
                 "with itself in a batch; draw them in the data set, or make sure by hand that examples do not depend "

@@ -1,0 +1,35 @@
+"""What went wrong in an update, where optax and JAX speak of trees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from bandmf.jax.clipping import Clipped
+
+_SUM = f"{Clipped.__module__}.{Clipped.__qualname__}"
+_NOT_FIRST = (
+    "optimizer: the sum of clipped gradients (bandmf.jax.Clipped) was given to something else than privatize, which "
+    "must be the first to see it: write optax.chain(privatize(...), optax.adam(...)), with nothing before privatize in "
+    "the chain and nothing around it (optax.MultiSteps, masked, multi_transform, apply_if_finite); batch.sum adds up "
+    "the pieces of a batch, and parameters that are not trained are left out of what clipped_gradient differentiates"
+)
+_CHAIN = "has to be the same in chain"  # optax's words for a state that is none of its own
+_SWAPPED = (
+    "state: is not that of this optimizer; run.release(update, total, weights, state) passes its arguments on in their "
+    "order, and optax wants optimizer.update(total, state, weights, secret=secret)"
+)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Say in a sentence what known mistakes come to; all other errors are as they are."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        text = str(error)
+        if _SUM in text:
+            raise ValueError(_NOT_FIRST) from error
+        if _CHAIN in text:
+            raise ValueError(_SWAPPED) from error
+        raise
