@@ -9,12 +9,26 @@ from bandmf.torch.noise.engine import Engine, State
 from bandmf.torch.noise.shards import broadcast_key
 
 if TYPE_CHECKING:
+    from bandmf.torch.huggingface.trainer import PrivateTrainer
     from bandmf.torch.training.make_private import Private, make_private
 
-__all__ = ["Engine", "Private", "State", "broadcast_key", "make_private"]
+__all__ = ["Engine", "Private", "PrivateTrainer", "State", "broadcast_key", "make_private"]
 
 
 def __getattr__(name: str) -> Any:
     if name in ("Private", "make_private"):  # on first use: the noise engine alone does not need Opacus
         return getattr(import_module("bandmf.torch.training.make_private"), name)
+    if name == "PrivateTrainer":
+        return _private_trainer()
     raise AttributeError(f"module 'bandmf.torch' has no attribute {name!r}")
+
+
+def _private_trainer() -> Any:
+    try:
+        return import_module("bandmf.torch.huggingface.trainer").PrivateTrainer
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in ("transformers", "accelerate"):
+            raise
+        raise ImportError(
+            f"PrivateTrainer needs {error.name}, which is not installed: pip install 'bandmf[huggingface]'"
+        ) from error
