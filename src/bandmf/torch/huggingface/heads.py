@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -20,13 +20,12 @@ from bandmf.torch import losses
 
 ExampleLosses = Callable[[Any, Tensor], Tensor]  # of the model's outputs and the labels
 
-_CLASSES = ("ForSequenceClassification", "ForImageClassification", "ForAudioClassification")
-_CLASSES += ("ForVideoClassification",)
+_CLASSES = tuple(f"For{kind}Classification" for kind in ("Sequence", "Image", "Audio", "Video"))
 _TOKENS = ("ForMaskedLM", "ForTokenClassification")
 _TEXTS = ("ForCausalLM", "ForConditionalGeneration")
 
 
-def losses_of(model: nn.Module, label_smoothing: float = 0.0) -> ExampleLosses:
+def losses_of(model: Any, label_smoothing: float = 0.0) -> ExampleLosses:
     """The losses of single examples that belong to a model's head."""
     model = without_adapters(model)
     kind = _kind(model)
@@ -43,17 +42,17 @@ def losses_of(model: nn.Module, label_smoothing: float = 0.0) -> ExampleLosses:
     )  # fmt: skip
 
 
-def without_adapters(model: nn.Module) -> Any:
+def without_adapters(model: Any) -> Any:
     """The model that peft has wrapped, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def reads_labels(model: nn.Module) -> bool:
+def reads_labels(model: Any) -> bool:
     """Whether the model needs the labels as inputs: encoder-decoders make what the decoder reads from them."""
     return bool(getattr(getattr(without_adapters(model), "config", None), "is_encoder_decoder", False))
 
 
-def _kind(model: nn.Module) -> str | None:
+def _kind(model: Any) -> str | None:
     """What transformers calls the loss of a head; its older names of language models are known by class."""
     name = type(model).__name__
     if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():

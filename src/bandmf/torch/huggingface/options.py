@@ -24,7 +24,7 @@ class _Option(NamedTuple):
     remedy: str
 
 
-_NOTHING = (None, False, 0, "no", "", [])
+_NOTHING: tuple[Any, ...] = (None, False, 0, "no", "", [])
 _BATCHES = "the plan draws the batches"
 _DEFAULT_EPOCHS, _DEFAULT_NORM = 3.0, 1.0  # of TrainingArguments: what a user has not chosen
 
@@ -110,7 +110,9 @@ def checked(args: TrainingArguments, plan: Plan) -> TrainingArguments:
     _check_devices(args)
     _check_length(args, plan)
     args = copy.copy(args)
-    args.max_steps, args.num_train_epochs = plan.steps, plan.steps * plan.batch_size / plan.examples
+    args.max_steps = plan.steps
+    if plan.examples is not None:
+        args.num_train_epochs = _epochs(plan.steps, plan.examples, plan)
     args.max_grad_norm = 0.0
     args.save_only_model = True  # the rest of a checkpoint is in the run folder, encrypted
     return args
@@ -140,10 +142,15 @@ def _check_length(args: TrainingArguments, plan: Plan) -> None:
             "max_steps", args.max_steps, f"the plan has {plan.steps} steps",
             "leave it out, or make a plan with as many steps",
         )  # fmt: skip
-    steps = args.num_train_epochs * plan.examples / plan.batch_size
-    if args.max_steps <= 0 and args.num_train_epochs != _DEFAULT_EPOCHS and abs(steps - plan.steps) > 1:
+    if plan.examples is None or args.max_steps > 0 or args.num_train_epochs == _DEFAULT_EPOCHS:
+        return
+    if abs(args.num_train_epochs * plan.examples / plan.batch_size - plan.steps) > 1:
         raise _check.fail(
             "num_train_epochs", args.num_train_epochs,
-            f"the plan has {plan.steps} steps, {plan.steps * plan.batch_size / plan.examples:.3g} epochs",
+            f"the plan has {plan.steps} steps, which are {_epochs(plan.steps, plan.examples, plan):.3g} epochs",
             "leave it out, or make a plan with as many epochs",
         )  # fmt: skip
+
+
+def _epochs(steps: int, examples: int, plan: Plan) -> float:
+    return steps * plan.batch_size / examples

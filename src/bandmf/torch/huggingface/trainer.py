@@ -75,15 +75,14 @@ class PrivateTrainer(Trainer):
         _check_folder(run_folder, args)
         self.private: Private | None = None
         self.plan, self.may_end_early = plan, may_end_early
-        self._settings = {
+        self._settings: dict[str, Any] = {
             "clip_norm": clip_norm, "key": key, "run_folder": run_folder, "moved": moved, "clipping": clipping,
             "per_layer": per_layer, "self_test": self_test,
         }  # fmt: skip
         self._schedule: Any = None
         self._evaluating, self._spent, self._noticed = False, (0, 0.0), False
         super().__init__(model, args, *given, **named)
-        self._example_losses = self.compute_loss_func
-        if self._example_losses is None:
+        if self.compute_loss_func is None:
             self._example_losses = heads.losses_of(model, args.label_smoothing_factor)
         _check_data(self.train_dataset)
         self._check_held_out(self.eval_dataset)
@@ -130,8 +129,8 @@ class PrivateTrainer(Trainer):
         elif private.folder is not None and private.steps_taken < private.stepper.steps_released:
             raise _check.fail(
                 "run_folder", str(private.folder),
-                f"its run has released {private.stepper.steps_released} steps, of which {private.steps_taken} are taken",
-                "go on with train(resume_from_checkpoint=True), or begin another run in another folder: privacy adds up",
+                f"its run has released {private.stepper.steps_released} steps; here it is at step {private.steps_taken}",
+                "go on with train(resume_from_checkpoint=True), or begin a run in another folder: privacy adds up",
             )  # fmt: skip
         self.optimizer = private.optimizer
         return private
@@ -140,8 +139,9 @@ class PrivateTrainer(Trainer):
         if self.train_dataset is None:
             raise _check.fail("train_dataset", None, "must be given to train")
         prepared = super().get_train_dataloader()  # for its data and collate function, without unused columns
-        self._schedule = super().create_scheduler(self.plan.steps, self.create_optimizer())
-        args = self.args
+        model, optimizer, args = self.model, self.create_optimizer(), self.args
+        assert model is not None
+        self._schedule = super().create_scheduler(self.plan.steps, optimizer)
         loading = {
             "collate_fn": prepared.collate_fn,
             "num_workers": args.dataloader_num_workers,
@@ -149,8 +149,8 @@ class PrivateTrainer(Trainer):
             "prefetch_factor": args.dataloader_prefetch_factor,
         }
         self.private = make_private(
-            self.model,
-            self.optimizer,
+            model,
+            optimizer,
             prepared.dataset,
             self.plan,
             physical_batch_size=args.per_device_train_batch_size,
@@ -170,7 +170,8 @@ class PrivateTrainer(Trainer):
             )  # fmt: skip
         if resume is not True and Path(str(resume)).resolve() != Path(str(folder)).resolve():
             raise _check.fail(
-                "resume_from_checkpoint", resume, f"a run goes on from its last checkpoint in run_folder={str(folder)!r}",
+                "resume_from_checkpoint", resume,
+                f"a run goes on from its last checkpoint, in run_folder={str(folder)!r}",
                 "give resume_from_checkpoint=True",
             )  # fmt: skip
 
@@ -220,7 +221,7 @@ class PrivateTrainer(Trainer):
         if self.private is None or self.private.stepper.rows is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         given = dict(inputs)
-        labels = given.get("labels") if heads.reads_labels(self.model) else given.pop("labels", None)
+        labels: Any = given.get("labels") if heads.reads_labels(self.model) else given.pop("labels", None)
         if labels is None and self.compute_loss_func is None:
             raise _check.fail(
                 "inputs", sorted(inputs), "a batch must have 'labels'", "let the data set or data_collator give them"
