@@ -1,9 +1,8 @@
-"""What the Trainer counts: steps of the plan, however many physical batches and rehearsals they take."""
+"""The Trainer's counters and checkpoints follow those of the private run."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,45 +13,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from bandmf.torch.training.make_private import Private
 
 _KEPT = ("log_history", "best_metric", "best_global_step", "best_model_checkpoint")
-
-
-class Pieces:
-    """One step, which the Trainer takes for a batch. It holds no tensors that the Trainer could count or log."""
-
-    def __init__(self, private: Private, first: Any, rest: Iterator[Any]) -> None:
-        self._private, self._first, self._rest = private, first, rest
-
-    def __contains__(self, name: object) -> bool:
-        return False
-
-    def batches(self) -> Iterator[Any]:
-        """The physical batches of the step, and of the self-test before the first.
-
-        All but the last are stepped on here, which adds them up; the Trainer's own `optimizer.step()` is for the last.
-        """
-        batch = self._first
-        while True:
-            yield batch
-            if self._private.stepper.piece.last:
-                return
-            self._private.optimizer.step()
-            self._private.optimizer.zero_grad()
-            batch = next(self._rest)
-
-
-class Steps:
-    """The Trainer's data loader: one item for each step of an epoch."""
-
-    def __init__(self, private: Private) -> None:
-        self._private, self.dataset = private, private.loader.dataset
-
-    def __len__(self) -> int:
-        return len(self._private.loader)
-
-    def __iter__(self) -> Iterator[Pieces]:
-        batches = iter(self._private.loader)
-        for first in batches:
-            yield Pieces(self._private, first, batches)
 
 
 class Progress(TrainerCallback):

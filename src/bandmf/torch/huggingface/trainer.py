@@ -31,8 +31,9 @@ from bandmf import _check
 from bandmf.planning import Plan
 from bandmf.randomness.key import Key
 from bandmf.torch.huggingface import heads, options
-from bandmf.torch.huggingface.progress import Pieces, Progress, Steps
+from bandmf.torch.huggingface.progress import Progress
 from bandmf.torch.training.make_private import Private, make_private
+from bandmf.torch.training.whole_steps import Step
 
 _PUBLIC = ("learning_rate", "epoch", "epsilon", "train_runtime")  # what may be logged of training
 _WITHOUT_NOISE = ("loss", "grad_norm", "train_loss", "total_flos")  # what the Trainer logs beside that
@@ -129,7 +130,7 @@ class PrivateTrainer(Trainer):
         elif private.folder is not None and private.steps_taken < private.stepper.steps_released:
             raise _check.fail(
                 "run_folder", str(private.folder),
-                f"its run has released {private.stepper.steps_released} steps; here it is at step {private.steps_taken}",
+                f"its run has released {private.stepper.steps_released} steps, and is at step {private.steps_taken}",
                 "go on with train(resume_from_checkpoint=True), or begin a run in another folder: privacy adds up",
             )  # fmt: skip
         self.optimizer = private.optimizer
@@ -187,7 +188,7 @@ class PrivateTrainer(Trainer):
 
     def get_train_dataloader(self) -> Any:
         """The steps of the plan, once training has begun."""
-        return super().get_train_dataloader() if self.private is None else Steps(self.private)
+        return super().get_train_dataloader() if self.private is None else self.private.step_loader
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The schedule of the run, which its checkpoints keep."""
@@ -201,7 +202,7 @@ class PrivateTrainer(Trainer):
     ) -> Tensor:
         """Forward and backward passes of a whole step; the zero that is returned is no loss."""
         assert self.private is not None
-        assert isinstance(inputs, Pieces)
+        assert isinstance(inputs, Step)
         model = model.module if isinstance(model, DistributedDataParallel) else model
         for batch in inputs.batches():
             model.train()
