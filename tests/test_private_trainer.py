@@ -9,18 +9,23 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertForMultipleChoice,
     BertForSequenceClassification,
     BertForTokenClassification,
+    DataCollatorForLanguageModeling,
     EarlyStoppingCallback,
+    PreTrainedTokenizerFast,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -30,7 +35,7 @@ from transformers import (
 import bandmf.torch
 from bandmf import Key
 from bandmf.torch import PrivateTrainer, losses, make_private
-from bandmf.torch.huggingface import heads
+from bandmf.torch.huggingface import heads, options
 from pages import ROOT
 from trainers import EXAMPLES, WORDS, arguments, padded, plan_of, texts, trained, trainer_of, writer
 from training import same_run, weights
@@ -78,11 +83,11 @@ def by_hand(physical_batch_size):
 
 @pytest.mark.parametrize("physical_batch_size", [5, 64])
 def test_the_weights_are_those_of_a_loop_with_make_private(tmp_path, physical_batch_size):
-    options = {
+    settings = {
         "per_device_train_batch_size": physical_batch_size, "warmup_steps": 2, "weight_decay": 0.1,
         "optim": "adamw_torch",
     }  # fmt: skip
-    trainer = trained(trainer_of(tmp_path, options=options))
+    trainer = trained(trainer_of(tmp_path, options=settings))
     assert torch.equal(weights(trainer.model), by_hand(physical_batch_size))
     assert trainer.private.finished
 
@@ -98,8 +103,8 @@ class Watching(TrainerCallback):
 def test_steps_rates_and_epochs_are_counted_in_steps_of_the_plan(tmp_path):
     """With physical batches of two and eight rehearsals, of which the Trainer sees nothing."""
     watching = Watching()
-    options = {"per_device_train_batch_size": 2, "logging_steps": 1, "lr_scheduler_type": "linear"}
-    trainer = trainer_of(tmp_path, plan=plan_of(steps=13), options=options, callbacks=[watching])
+    settings = {"per_device_train_batch_size": 2, "logging_steps": 1, "lr_scheduler_type": "linear"}
+    trainer = trainer_of(tmp_path, plan=plan_of(steps=13), options=settings, callbacks=[watching])
     assert trainer.args.max_steps == 13
     assert trainer.args.num_train_epochs == 1.3
     output = trained(trainer).state
@@ -161,12 +166,12 @@ def test_training_that_ends_before_its_plan_is_an_error_unless_it_was_allowed(tm
 
 
 def test_early_stopping_and_the_best_model_by_held_out_data(tmp_path):
-    options = {
+    settings = {
         "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1,
         "load_best_model_at_end": True, "metric_for_best_model": "never_better", "greater_is_better": True,
     }  # fmt: skip
     trainer = trainer_of(
-        tmp_path, options=options, eval_dataset=texts(7), may_end_early=True,
+        tmp_path, options=settings, eval_dataset=texts(7), may_end_early=True,
         callbacks=[EarlyStoppingCallback(2)], compute_metrics=lambda _: {"never_better": 1.0},
     )  # fmt: skip
     trained(trainer)
@@ -300,8 +305,8 @@ def shown(trainer, output, printed):
 
 
 def test_nothing_of_private_batches_is_logged_printed_or_saved(tmp_path, capsys):
-    options = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3}
-    trainer = trainer_of(tmp_path, options=options, eval_dataset=texts(5))
+    settings = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3}
+    trainer = trainer_of(tmp_path, options=settings, eval_dataset=texts(5))
     with same_run():
         output = trainer.train()
     names = shown(trainer, output, capsys.readouterr().out)
@@ -338,9 +343,9 @@ def test_other_numbers_of_training_are_not_logged_and_a_warning_says_so(tmp_path
 
 
 def test_a_checkpoint_of_the_trainer_holds_weights_and_no_secrets(tmp_path):
-    options = {"save_strategy": "steps", "save_steps": 2}
+    settings = {"save_strategy": "steps", "save_steps": 2}
     key = Key()
-    trainer = trainer_of(tmp_path / "out", options=options, key=key, run_folder=tmp_path / "run")
+    trainer = trainer_of(tmp_path / "out", options=settings, key=key, run_folder=tmp_path / "run")
     trained(trainer)
     files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
     assert {"model.safetensors", "trainer_state.json"} <= {path.name for path in files}
@@ -419,6 +424,31 @@ def test_what_cannot_be_set_on_this_machine_is_refused_too(name, value, tmp_path
         PrivateTrainer(writer(), args, plan=plan_of(), clip_norm=1.0)
 
 
+def test_what_accelerate_sets_behind_the_arguments_is_refused_too(tmp_path, monkeypatch):
+    hidden = {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 4}}}
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=4"):
+        trainer_of(tmp_path, options=hidden)
+    trainer = trainer_of(tmp_path)
+    for name, value in {"scaler": object(), "state": SimpleNamespace(distributed_type="FSDP")}.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer.accelerator, name, value)
+            with pytest.raises(ValueError, match=r"use bf16=True|distributed_type='FSDP'"):
+                options.check_accelerator(trainer.args, trainer.accelerator)
+
+
+def test_masks_that_are_drawn_for_a_whole_batch_are_refused(tmp_path):
+    words = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({"[PAD]": 0, "[MASK]": 1}, unk_token="[PAD]")),
+        pad_token="[PAD]", mask_token="[MASK]",
+    )  # fmt: skip
+    collator = DataCollatorForLanguageModeling(words, mlm=True)
+    with pytest.raises(
+        ValueError, match=r"data_collator='DataCollatorForLanguageModeling': masks a whole batch"
+    ):
+        trainer_of(tmp_path, data_collator=collator)
+    assert trainer_of(tmp_path, data_collator=collator, self_test=False).data_collator is collator
+
+
 def test_several_devices_without_processes_are_refused(tmp_path):
     args = arguments(tmp_path)
     args._n_gpu = 2
@@ -427,8 +457,8 @@ def test_several_devices_without_processes_are_refused(tmp_path):
 
 
 def test_steps_and_epochs_may_be_given_if_they_are_those_of_the_plan(tmp_path):
-    for options in ({"max_steps": 6}, {"num_train_epochs": 0.6}, {"max_grad_norm": 0}):
-        trainer = trainer_of(tmp_path, options=options)
+    for settings in ({"max_steps": 6}, {"num_train_epochs": 0.6}, {"max_grad_norm": 0}):
+        trainer = trainer_of(tmp_path, options=settings)
         assert (trainer.args.max_steps, trainer.args.max_grad_norm) == (6, 0)
 
 

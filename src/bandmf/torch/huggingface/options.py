@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from typing import Any, NamedTuple
 
+from accelerate import Accelerator, DistributedType
 from transformers import TrainingArguments
 
 from bandmf import _check
@@ -116,6 +117,33 @@ def checked(args: TrainingArguments, plan: Plan) -> TrainingArguments:
     args.max_grad_norm = 0.0
     args.save_only_model = True  # the rest of a checkpoint is in the run folder, encrypted
     return args
+
+
+def check_accelerator(args: TrainingArguments, accelerator: Accelerator) -> None:
+    """The same for what `accelerate config`, its environment or `accelerator_config` have set behind the arguments."""
+    _check_options(args)  # accelerator_config can change them
+    kind = accelerator.distributed_type
+    if kind not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
+        raise _check.fail(
+            "distributed_type",
+            str(kind),
+            "PrivateTrainer trains replicas only",
+            "start the script with torchrun",
+        )
+    if accelerator.scaler is not None:
+        raise _check.fail(
+            "mixed_precision", accelerator.mixed_precision, "its gradient scale would follow the data and skip steps",
+            "use bf16=True",
+        )  # fmt: skip
+
+
+def _check_options(args: TrainingArguments) -> None:
+    for option in _OPTIONS:
+        value = getattr(
+            args, option.name, option.allowed[0]
+        )  # one that this version does not have is not set
+        if value not in option.allowed:
+            raise _check.fail(option.name, value, option.requirement, option.remedy)
 
 
 def _check_optimizer(args: TrainingArguments) -> None:

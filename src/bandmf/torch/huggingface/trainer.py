@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
-from transformers import Trainer, TrainingArguments
+from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
 from bandmf import _check
@@ -83,9 +83,11 @@ class PrivateTrainer(Trainer):
         self._schedule: Any = None
         self._evaluating, self._spent, self._noticed = False, (0, 0.0), False
         super().__init__(model, args, *given, **named)
+        options.check_accelerator(self.args, self.accelerator)
         if self.compute_loss_func is None:
             self._example_losses = heads.losses_of(model, args.label_smoothing_factor)
         _check_data(self.train_dataset)
+        _check_collator(self.data_collator, self_test)
         self._check_held_out(self.eval_dataset)
 
     # --- the run ------------------------------------------------------------------------------------------
@@ -148,6 +150,8 @@ class PrivateTrainer(Trainer):
             "num_workers": args.dataloader_num_workers,
             "pin_memory": args.dataloader_pin_memory and args.device.type == "cuda",
             "prefetch_factor": args.dataloader_prefetch_factor,
+            "persistent_workers": args.dataloader_persistent_workers,
+            "multiprocessing_context": args.dataloader_multiprocessing_context,
         }
         self.private = make_private(
             model,
@@ -308,4 +312,13 @@ def _check_data(data: Any) -> None:
         raise _check.fail(
             "train_dataset", type(data).__name__, "must have a length and give examples by index",
             "load it as a whole, or use make_private, which takes streams of (index, example)",
+        )  # fmt: skip
+
+
+def _check_collator(collator: Any, self_test: bool) -> None:
+    if self_test and isinstance(collator, DataCollatorForLanguageModeling) and collator.mlm:
+        raise _check.fail(
+            "data_collator", type(collator).__name__,
+            "masks a whole batch at once, so the self-test cannot compare an example alone with itself in a batch",
+            "mask each text in the data set, as docs/huggingface.md shows, or give self_test=False",
         )  # fmt: skip
