@@ -7,6 +7,7 @@ The children are forked, so that transformers is imported once. Prints how each 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -99,6 +100,7 @@ def main():
     folder = Path(sys.argv[1])
     for name in ("clean", "killed"):
         (folder / name).mkdir()
+    gc.freeze()  # every training collects garbage
     attempt(folder / "clean")
     killed = folder / "killed"
     ends = [
