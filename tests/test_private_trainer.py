@@ -92,6 +92,15 @@ def test_the_weights_are_those_of_a_loop_with_make_private(tmp_path, physical_ba
     assert trainer.private.finished
 
 
+def test_an_optimizer_and_a_schedule_of_the_user_are_those_of_the_run(tmp_path):
+    model = writer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    trainer = trained(trainer_of(tmp_path, model=model, optimizers=(optimizer, schedule)))
+    assert trainer.private.optimizer.original is optimizer
+    assert (schedule.last_epoch, schedule.get_last_lr()) == (6, [0.2 / 8])
+
+
 class Watching(TrainerCallback):
     def __init__(self):
         self.seen = []
@@ -485,6 +494,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 OTHERS = [
     ({"train_dataset": Stream()}, "train_dataset='Stream': must have a length"),
+    ({"train_dataset": texts(77)}, "len(train_dataset)=77: must be the plan's examples=120"),
     ({"plan": 8}, "plan='int': must be a Plan"),
     ({"run_folder": "out/private"}, "run_folder='out/private': must not be in output_dir"),
     ({"run_folder": "out"}, "run_folder='out': must not be in output_dir"),

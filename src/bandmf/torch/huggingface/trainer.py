@@ -86,7 +86,7 @@ class PrivateTrainer(Trainer):
         options.check_accelerator(self.args, self.accelerator)
         if self.compute_loss_func is None:
             self._example_losses = heads.losses_of(model, args.label_smoothing_factor)
-        _check_data(self.train_dataset)
+        _check_data(self.train_dataset, plan)
         _check_collator(self.data_collator, self_test)
         self._check_held_out(self.eval_dataset)
 
@@ -307,12 +307,19 @@ def _check_folder(folder: str | Path | None, args: TrainingArguments) -> None:
         )  # fmt: skip
 
 
-def _check_data(data: Any) -> None:
+def _check_data(data: Any, plan: Plan) -> None:
     if data is not None and (isinstance(data, IterableDataset) or not hasattr(data, "__len__")):
         raise _check.fail(
             "train_dataset", type(data).__name__, "must have a length and give examples by index",
             "load it as a whole, or use make_private, which takes streams of (index, example)",
         )  # fmt: skip
+    if data is not None and plan.examples is not None and len(data) != plan.examples:
+        raise _check.fail(
+            "len(train_dataset)",
+            len(data),
+            f"must be the plan's examples={plan.examples}",
+            "make a plan for this data",
+        )
 
 
 def _check_collator(collator: Any, self_test: bool) -> None:
