@@ -445,6 +445,14 @@ def test_what_accelerate_sets_behind_the_arguments_is_refused_too(tmp_path, monk
                 options.check_accelerator(trainer.args, trainer.accelerator)
 
 
+def test_gradients_are_not_shown_to_a_tracker(tmp_path, monkeypatch):
+    args = arguments(tmp_path)
+    args.report_to = ["wandb"]
+    monkeypatch.setenv("WANDB_WATCH", "gradients")
+    with pytest.raises(ValueError, match="WANDB_WATCH='gradients': would log gradients of private examples"):
+        PrivateTrainer(writer(), args, plan=plan_of(), clip_norm=1.0)
+
+
 def test_masks_that_are_drawn_for_a_whole_batch_are_refused(tmp_path):
     words = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel({"[PAD]": 0, "[MASK]": 1}, unk_token="[PAD]")),

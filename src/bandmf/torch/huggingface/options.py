@@ -7,6 +7,7 @@ taking each step of its plan once is refused by name; none is ignored. docs/hugg
 from __future__ import annotations
 
 import copy
+import os
 from typing import Any, NamedTuple
 
 from accelerate import Accelerator, DistributedType
@@ -108,6 +109,7 @@ def checked(args: TrainingArguments, plan: Plan) -> TrainingArguments:
         if value not in option.allowed:
             raise _check.fail(option.name, value, option.requirement, option.remedy)
     _check_optimizer(args)
+    _check_trackers(args)
     _check_devices(args)
     _check_length(args, plan)
     args = copy.copy(args)
@@ -153,6 +155,18 @@ def _check_optimizer(args: TrainingArguments) -> None:
             "optim", name, "must take its step when optimizer.step() is called, from gradients with noise",
             "use another one, such as adamw_torch",
         )  # fmt: skip
+
+
+def _check_trackers(args: TrainingArguments) -> None:
+    """Weights & Biases hooks into the backward pass, where gradients of single examples have no noise yet."""
+    watched = os.environ.get("WANDB_WATCH", "false")
+    if "wandb" in (args.report_to or []) and watched in ("gradients", "all"):
+        raise _check.fail(
+            "WANDB_WATCH",
+            watched,
+            "would log gradients of private examples without noise",
+            "unset it, or use false",
+        )
 
 
 def _check_devices(args: TrainingArguments) -> None:
