@@ -16,6 +16,12 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
     [
         ("classifier.py", ["--epochs", "2"], "47 steps, balls-in-bins, "),
         ("language_model.py", ["--epochs", "0.3", "--width", "32"], "bits per character"),
+        ("lightning_digits.py", ["--epochs", "1"], "23 steps, epsilon=8.00: held-out accuracy"),
+        (
+            "accelerate_digits.py",
+            ["--epochs", "1"],
+            "23 steps on 1 processes, learning rate 0.025, epsilon=8.00",
+        ),
         ("jax_logistic.py", ["--epochs", "4"], "48 steps, balls-in-bins, epsilon=4.00"),
         ("jax_transformer.py", ["--epochs", "0.3", "--width", "16"], "bits per character"),
         ("jax_sharded.py", ["--epochs", "0.5"], "steps on 8 devices, each holds 50% of the history"),
@@ -74,5 +80,6 @@ def test_python_does_not_shut_down_while_threads_of_gloo_live(name, arguments, t
 
 def test_every_example_is_listed_here():
     listed = {"classifier.py", "lora.py", "language_model.py", "fsdp.py", "ddp.py"}
+    listed |= {"lightning_digits.py", "accelerate_digits.py"}
     listed |= {"jax_logistic.py", "jax_transformer.py", "jax_sharded.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == listed

@@ -21,8 +21,3 @@ def test_the_page_for_opacus_runs_and_changes_at_most_five_lines():
         line for line in difflib.ndiff(before.splitlines(), after.splitlines()) if line.startswith("+ ")
     ]
     assert len([line for line in changed if line.strip("+ ")]) <= 5
-
-
-def test_the_page_for_the_trainer_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    run("docs/migrate-hf-trainer.md")

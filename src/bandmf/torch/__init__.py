@@ -10,9 +10,10 @@ from bandmf.torch.noise.shards import broadcast_key
 
 if TYPE_CHECKING:
     from bandmf.torch.clipping.check import check
+    from bandmf.torch.huggingface.trainer import PrivateTrainer
     from bandmf.torch.training.make_private import Private, make_private
 
-__all__ = ["Engine", "Private", "State", "broadcast_key", "check", "make_private"]
+__all__ = ["Engine", "Private", "PrivateTrainer", "State", "broadcast_key", "check", "make_private"]
 
 
 def __getattr__(name: str) -> Any:
@@ -20,4 +21,17 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module("bandmf.torch.training.make_private"), name)
     if name == "check":
         return import_module("bandmf.torch.clipping.check").check
+    if name == "PrivateTrainer":
+        return _private_trainer()
     raise AttributeError(f"module 'bandmf.torch' has no attribute {name!r}")
+
+
+def _private_trainer() -> Any:
+    try:
+        return import_module("bandmf.torch.huggingface.trainer").PrivateTrainer
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in ("transformers", "accelerate"):
+            raise
+        raise ImportError(
+            f"PrivateTrainer needs {error.name}, which is not installed: pip install 'bandmf[huggingface]'"
+        ) from error

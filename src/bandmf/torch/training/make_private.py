@@ -27,6 +27,7 @@ from bandmf.torch.training.optimizer import PrivateOptimizer, PrivateScheduler
 from bandmf.torch.training.ranks import Ranks
 from bandmf.torch.training.self_test import SelfTest, end_earlier
 from bandmf.torch.training.step import Stepper
+from bandmf.torch.training.whole_steps import StepLoader
 
 _MOST_PADDING = 1.25  # times the memory limit
 
@@ -93,6 +94,7 @@ def make_private(
     _check.choice("loss_reduction", loss_reduction, ("mean", "sum"))
     end_earlier(model)
     check(model, clipping=clipping).refuse()
+    optimizer = _unwrapped(optimizer)
     parameters = _protected(model, optimizer)
     data, options = from_loader(dataset, plan)
     examples = len(data) if hasattr(data, "__len__") else None
@@ -161,6 +163,11 @@ class Private:
         if self._criterion is None:
             raise ValueError("criterion=None: give make_private a criterion to have private.criterion")
         return self._criterion
+
+    @property
+    def step_loader(self) -> StepLoader:
+        """For loops that count: one item for each step, whose `batches()` are its physical batches."""
+        return StepLoader(self)
 
     @property
     def steps_taken(self) -> int:
@@ -263,6 +270,12 @@ class Private:
         self.optimizer.close()
         if self.stepper.ledger is not None:
             self.stepper.ledger.close()
+
+
+def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that accelerate or Lightning has wrapped, or the one that is given."""
+    inner = getattr(optimizer, "optimizer", None)
+    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 def _protected(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:

@@ -1,0 +1,567 @@
+"""PrivateTrainer: the steps, the weights and the restarts of make_private, and nothing shown that has no noise."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForMultipleChoice,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    DataCollatorForLanguageModeling,
+    EarlyStoppingCallback,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    get_linear_schedule_with_warmup,
+)
+
+import bandmf.torch
+from bandmf import Key
+from bandmf.torch import PrivateTrainer, losses, make_private
+from bandmf.torch.huggingface import heads, options
+from pages import ROOT
+from trainers import EXAMPLES, WORDS, arguments, padded, plan_of, texts, trained, trainer_of, writer
+from training import same_run, weights
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_collection():
+    """Every training collects garbage, among all objects of all libraries."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """The weights of the usual run."""
+    return weights(trained(trainer_of(tmp_path_factory.mktemp("usual"))).model)
+
+
+# --- the run --------------------------------------------------------------------------------------------
+
+
+def by_hand(physical_batch_size):
+    """The same run as a loop of one's own."""
+    model, plan = writer(), plan_of()
+    decay = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    schedule = get_linear_schedule_with_warmup(optimizer, 2, plan.steps)
+    with same_run():
+        private = make_private(
+            model, optimizer, texts(), plan, clip_norm=0.5, key=Key(bytes(32)), scheduler=schedule,
+            physical_batch_size=physical_batch_size, loader_options={"collate_fn": padded},
+        )  # fmt: skip
+    while not private.finished:
+        for batch in private.loader:
+            private.optimizer.zero_grad()
+            labels = batch.pop("labels")
+            private.backward(losses.language_model(private.model(**batch).logits, labels))
+            private.optimizer.step()
+            private.scheduler.step()
+    return weights(model)
+
+
+@pytest.mark.parametrize("physical_batch_size", [5, 64])
+def test_the_weights_are_those_of_a_loop_with_make_private(tmp_path, physical_batch_size):
+    settings = {
+        "per_device_train_batch_size": physical_batch_size, "warmup_steps": 2, "weight_decay": 0.1,
+        "optim": "adamw_torch",
+    }  # fmt: skip
+    trainer = trained(trainer_of(tmp_path, options=settings))
+    assert torch.equal(weights(trainer.model), by_hand(physical_batch_size))
+    assert trainer.private.finished
+
+
+def test_an_optimizer_and_a_schedule_of_the_user_are_those_of_the_run(tmp_path):
+    model = writer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    trainer = trained(trainer_of(tmp_path, model=model, optimizers=(optimizer, schedule)))
+    assert trainer.private.optimizer.original is optimizer
+    assert (schedule.last_epoch, schedule.get_last_lr()) == (6, [0.2 / 8])
+
+
+class Watching(TrainerCallback):
+    def __init__(self):
+        self.seen = []
+
+    def on_step_end(self, args, state, control, **_):
+        self.seen.append((state.global_step, round(state.epoch, 3)))
+
+
+def test_steps_rates_and_epochs_are_counted_in_steps_of_the_plan(tmp_path):
+    """With physical batches of two and eight rehearsals, of which the Trainer sees nothing."""
+    watching = Watching()
+    settings = {"per_device_train_batch_size": 2, "logging_steps": 1, "lr_scheduler_type": "linear"}
+    trainer = trainer_of(tmp_path, plan=plan_of(steps=13), options=settings, callbacks=[watching])
+    assert trainer.args.max_steps == 13
+    assert trainer.args.num_train_epochs == 1.3
+    output = trained(trainer).state
+    assert output.global_step == trainer.private.steps_taken == 13
+    assert watching.seen == [(step, round(step / 10, 3)) for step in range(1, 14)]
+    rates = [line["learning_rate"] for line in trainer.state.log_history if "learning_rate" in line]
+    assert rates == pytest.approx([0.01 * (1 - step / 13) for step in range(13)])
+
+
+def test_the_epsilon_that_is_logged_is_what_the_run_has_spent(tmp_path):
+    plan = bandmf.plan(epsilon=8, delta=1e-5, examples=EXAMPLES, batch_size=12, steps=6, bands=2)
+    trainer = trained(trainer_of(tmp_path, plan=plan))
+    logged = {line["step"]: line["epsilon"] for line in trainer.state.log_history}
+    assert logged == {step: plan.spent_after(step) for step in (2, 4, 6)}
+    assert trainer.spent() == trainer.private.spent() == plan.spent_after(6)
+
+
+def test_a_run_that_is_killed_and_resumed_ends_with_the_weights_of_one_that_was_not(tmp_path):
+    """Killed after a step, between ledger and noise, and while the model is saved."""
+    command = [sys.executable, str(Path(__file__).with_name("killed_trainer.py")), str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert result.returncode == 0, result.stderr
+    clean, killed = (json.loads((tmp_path / name / "end.json").read_text()) for name in ("clean", "killed"))
+    assert json.loads(result.stdout.splitlines()[-1]) == ["killed"] * 3 + ["ended"]
+    assert killed == clean
+    assert len(clean["weights"]) > 500
+
+
+def test_a_run_goes_on_after_an_error_in_the_same_process(tmp_path):
+    class Failing(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == 3:
+                self.on_step_end = lambda *_, **__: None
+                raise OSError("no space left")
+
+    trainer = trainer_of(tmp_path, callbacks=[Failing()])
+    with pytest.raises(OSError, match="no space"):
+        trained(trainer)
+    trained(trainer)
+    assert trainer.state.global_step == trainer.private.steps_taken == 6
+    with pytest.raises(RuntimeError, match="all 6 steps of the plan were taken"):
+        trainer.train()
+
+
+class Stopping(TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        control.should_training_stop = state.global_step == 2
+
+
+def test_training_that_ends_before_its_plan_is_an_error_unless_it_was_allowed(tmp_path):
+    trainer = trainer_of(tmp_path, callbacks=[Stopping()])
+    with pytest.raises(RuntimeError, match="ended after 2 of the plan's 6 steps"):
+        trained(trainer)
+    trainer.pop_callback(Stopping)
+    trained(trainer)  # nothing is lost
+    assert trainer.private.finished
+    allowed = trained(trainer_of(tmp_path, callbacks=[Stopping()], may_end_early=True))
+    assert (allowed.state.global_step, allowed.private.steps_taken) == (2, 2)
+
+
+def test_early_stopping_and_the_best_model_by_held_out_data(tmp_path):
+    settings = {
+        "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1,
+        "load_best_model_at_end": True, "metric_for_best_model": "never_better", "greater_is_better": True,
+    }  # fmt: skip
+    trainer = trainer_of(
+        tmp_path, options=settings, eval_dataset=texts(7), may_end_early=True,
+        callbacks=[EarlyStoppingCallback(2)], compute_metrics=lambda _: {"never_better": 1.0},
+    )  # fmt: skip
+    trained(trainer)
+    assert trainer.private.steps_taken == 3
+    assert trainer.state.best_global_step == 1
+    first = next(line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line)
+    assert trainer.evaluate()["eval_loss"] == first
+
+
+# --- the data and the loss ------------------------------------------------------------------------------
+
+
+class OfAllTokens(PrivateTrainer):
+    """The model's own loss, a mean over all tokens of the batch."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**inputs).loss.expand(len(inputs["input_ids"])) / len(inputs["input_ids"])
+
+
+class OneNumber(PrivateTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**inputs).loss
+
+
+def test_a_loss_over_the_tokens_of_a_batch_is_caught(tmp_path):
+    with pytest.raises(RuntimeError, match="self-test"):
+        trained(trainer_of(tmp_path, OfAllTokens))
+    with pytest.raises(ValueError, match=r"losses.shape=\(\): must be \(1,\): one loss for each example"):
+        trained(trainer_of(tmp_path, OneNumber))
+
+
+def test_a_loss_function_of_the_user_gives_one_loss_for_each_example(tmp_path, expected):
+    def own(outputs, labels, num_items_in_batch=None):
+        return losses.language_model(outputs.logits, labels)
+
+    assert torch.equal(weights(trained(trainer_of(tmp_path, compute_loss_func=own)).model), expected)
+
+    def mean(outputs, labels, num_items_in_batch=None):
+        return own(outputs, labels).mean()
+
+    with pytest.raises(ValueError, match="one loss for each example"):
+        trained(trainer_of(tmp_path, compute_loss_func=mean))
+
+
+def small_bert(kind, **changes):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": WORDS, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "intermediate_size": 8}
+    return kind(BertConfig(**{**sizes, **still, "max_position_embeddings": 8, "num_labels": 3, **changes}))
+
+
+TAGS = torch.tensor([[1, 2, -100, 0, 2]])
+HEADS = [
+    (writer, {}, TAGS),
+    (BertForMaskedLM, {}, TAGS),
+    (BertForTokenClassification, {}, TAGS),
+    (BertForSequenceClassification, {}, torch.tensor([2])),
+    (BertForSequenceClassification, {"num_labels": 1}, torch.tensor([0.7])),
+    (BertForSequenceClassification, {}, torch.tensor([[1.0, 0.0, 1.0]])),
+    (BertForSequenceClassification, {"problem_type": "regression"}, torch.tensor([[0.3, -1.0, 2.0]])),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "labels"), HEADS)
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_of_one_example_the_loss_is_that_of_transformers(kind, changes, labels, smoothing, tmp_path):
+    model = (writer() if kind is writer else small_bert(kind, **changes)).eval()
+    batch = {"input_ids": torch.tensor([[3, 5, 7, 1, 2]]), "labels": labels}
+    found = heads.losses_of(model, smoothing)
+    outputs = model(batch["input_ids"])
+    if smoothing and labels.is_floating_point():
+        with pytest.raises(ValueError, match="label_smoothing_factor"):
+            found(outputs, labels)
+        return
+    plain = Trainer(model, arguments(tmp_path, label_smoothing_factor=smoothing))
+    torch.testing.assert_close(found(outputs, labels), plain.compute_loss(model, batch)[None])
+
+
+def test_a_head_without_a_known_loss_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"BertForMultipleChoice.*give compute_loss_func="):
+        trainer_of(tmp_path, model=small_bert(BertForMultipleChoice))
+
+
+def test_a_data_set_of_lists_with_columns_that_the_model_does_not_know(tmp_path, expected):
+    table = {"text": ["none of the model's business"] * EXAMPLES}
+    table |= {"input_ids": [row["input_ids"] for row in texts()]}
+    data = datasets.Dataset.from_dict(table)
+    assert torch.equal(weights(trained(trainer_of(tmp_path, train_dataset=data)).model), expected)
+
+
+def test_positions_and_labels_may_come_with_the_data(tmp_path, expected):
+    def collate(rows):
+        batch = padded(rows)
+        return {
+            **batch,
+            "position_ids": torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"]),
+        }
+
+    assert torch.equal(weights(trained(trainer_of(tmp_path, data_collator=collate)).model), expected)
+
+
+def test_adapters_of_peft_are_trained_and_nothing_else(tmp_path):
+    model = get_peft_model(writer(), LoraConfig(r=2, target_modules=["c_attn"], task_type="CAUSAL_LM"))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    trainer = trained(trainer_of(tmp_path, model=model, options={"gradient_checkpointing": True}))
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {name for name, p in model.named_parameters() if p.requires_grad}
+    assert all("lora" in name for name in changed)
+    assert trainer.private.finished
+
+
+def test_workers_checkpointing_and_bf16_need_no_changes(tmp_path, expected):
+    changes = {"dataloader_num_workers": 1, "gradient_checkpointing": True}
+    found = weights(trained(trainer_of(tmp_path, options=changes)).model)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    lower = weights(trained(trainer_of(tmp_path, options={"bf16": True})).model)
+    assert 0 < float((lower - expected).norm()) < 0.1 * float(expected.norm())
+
+
+# --- what is shown --------------------------------------------------------------------------------------
+
+HIDDEN = {"loss", "train_loss", "grad_norm", "num_input_tokens_seen"}
+
+
+def shown(trainer, output, printed):
+    """All names of numbers that a user, or a tracker, gets to see."""
+    names = {name for line in trainer.state.log_history for name in line} | set(output.metrics)
+    for path in Path(trainer.args.output_dir).rglob("trainer_state.json"):
+        names |= {name for line in json.loads(path.read_text())["log_history"] for name in line}
+    return names | set(re.findall(r"'(\w+)':", printed))
+
+
+def test_nothing_of_private_batches_is_logged_printed_or_saved(tmp_path, capsys):
+    settings = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3}
+    trainer = trainer_of(tmp_path, options=settings, eval_dataset=texts(5))
+    with same_run():
+        output = trainer.train()
+    names = shown(trainer, output, capsys.readouterr().out)
+    assert {"learning_rate", "epsilon", "epoch", "eval_loss", "train_runtime"} <= names
+    assert not names & HIDDEN
+    assert all(
+        name.startswith("eval_")
+        for name in names - {"learning_rate", "epsilon", "epoch", "step", "train_runtime"}
+    )
+    assert output.training_loss != output.training_loss  # no number
+    assert trainer.state.total_flos == trainer.state.num_input_tokens_seen == 0
+    assert trainer._total_loss_scalar == 0
+
+
+def test_the_trainer_itself_shows_what_is_hidden_here(tmp_path, capsys):
+    """Or the test above would find nothing anywhere."""
+    args = arguments(tmp_path, max_steps=4, include_num_input_tokens_seen="all")
+    trainer = Trainer(writer(), args, train_dataset=texts(), data_collator=padded)
+    assert shown(trainer, trainer.train(), capsys.readouterr().out) >= HIDDEN
+    assert trainer.state.total_flos > 0
+
+
+class Talkative(PrivateTrainer):
+    def training_step(self, *given, **named):
+        self.log({"my_loss": 3.0, "loss": 4.0})
+        return super().training_step(*given, **named)
+
+
+def test_other_numbers_of_training_are_not_logged_and_a_warning_says_so(tmp_path):
+    trainer = trainer_of(tmp_path, Talkative)
+    with pytest.warns(UserWarning, match="not logged: my_loss"):
+        trained(trainer)
+    assert not [line for line in trainer.state.log_history if {"my_loss", "loss"} & set(line)]
+
+
+def test_a_checkpoint_of_the_trainer_holds_weights_and_no_secrets(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 2}
+    key = Key()
+    trainer = trainer_of(tmp_path / "out", options=settings, key=key, run_folder=tmp_path / "run")
+    trained(trainer)
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert {"model.safetensors", "trainer_state.json"} <= {path.name for path in files}
+    assert not {"optimizer.pt", "scheduler.pt", "rng_state.pth"} & {path.name for path in files}
+    secrets = (key.secret, key.secret.hex().encode())
+    assert not [path for path in files if any(secret in path.read_bytes() for secret in secrets)]
+    stored = (tmp_path / "run" / "key").read_bytes()
+    assert any(secret in stored for secret in secrets)  # what was searched for can be found
+
+
+def test_the_private_examples_are_not_evaluated_on(tmp_path):
+    data = texts()
+    with pytest.raises(ValueError, match=r"eval_dataset='train_dataset': .* has no noise"):
+        trainer_of(tmp_path, train_dataset=data, eval_dataset={"held out": texts(5), "train": data})
+    trainer = trainer_of(tmp_path, train_dataset=data)
+    with pytest.raises(ValueError, match="eval_dataset='train_dataset'"):
+        trainer.evaluate(data)
+    assert "eval_loss" in trainer.evaluate(texts(5))
+
+
+# --- what is refused ------------------------------------------------------------------------------------
+
+REFUSED = [
+    {"max_grad_norm": 0.5},
+    {"gradient_accumulation_steps": 2},
+    {"auto_find_batch_size": True},
+    {"train_sampling_strategy": "group_by_length"},
+    {"dataloader_drop_last": True},
+    {"data_seed": 1},
+    {"dataloader_in_order": False},
+    {"bf16_full_eval": True},
+    {"fp16_full_eval": True},
+    {"neftune_noise_alpha": 5.0},
+    {"include_num_input_tokens_seen": "all"},
+    {"skip_memory_metrics": False},
+    {"debug": "underflow_overflow"},
+    {"restore_callback_states_from_checkpoint": True},
+    {"enable_jit_checkpoint": True},
+    {"torch_empty_cache_steps": 5},
+    {"max_steps": 5},
+    {"max_steps": 7},
+    {"num_train_epochs": 2},
+    {"optim": "adalomo"},
+    {"optim": "galore_adamw_layerwise", "optim_target_modules": "all-linear"},
+    {"optim": "schedule_free_adamw"},
+]
+
+
+@pytest.mark.parametrize(
+    "option",
+    REFUSED,
+    ids=lambda option: "-".join(map(str, next(iter(option.items())))),
+)
+def test_an_option_that_a_private_run_cannot_honor_is_refused_by_name(option, tmp_path):
+    name, value = next(iter(option.items()))
+    shown = [value] if name == "debug" else value
+    with pytest.raises(ValueError, match=re.escape(f"{name}=") + ".*" + re.escape(str(shown).strip("[]'"))):
+        trainer_of(tmp_path, options=option)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("fp16", True),
+        ("fsdp", "full_shard"),
+        ("deepspeed", "config.json"),
+        ("parallelism_config", "tp"),
+        ("group_by_length", True),
+        ("use_liger_kernel", True),
+    ],
+)
+def test_what_cannot_be_set_on_this_machine_is_refused_too(name, value, tmp_path):
+    args = arguments(tmp_path)
+    setattr(args, name, value)
+    with pytest.raises(ValueError, match=f"{name}={value!r}"):
+        PrivateTrainer(writer(), args, plan=plan_of(), clip_norm=1.0)
+
+
+def test_what_accelerate_sets_behind_the_arguments_is_refused_too(tmp_path, monkeypatch):
+    hidden = {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 4}}}
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=4"):
+        trainer_of(tmp_path, options=hidden)
+    trainer = trainer_of(tmp_path)
+    for name, value in {"scaler": object(), "state": SimpleNamespace(distributed_type="FSDP")}.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer.accelerator, name, value)
+            with pytest.raises(ValueError, match=r"use bf16=True|distributed_type='FSDP'"):
+                options.check_accelerator(trainer.args, trainer.accelerator)
+
+
+def test_gradients_are_not_shown_to_a_tracker(tmp_path, monkeypatch):
+    args = arguments(tmp_path)
+    args.report_to = ["wandb"]
+    monkeypatch.setenv("WANDB_WATCH", "gradients")
+    with pytest.raises(ValueError, match="WANDB_WATCH='gradients': would log gradients of private examples"):
+        PrivateTrainer(writer(), args, plan=plan_of(), clip_norm=1.0)
+
+
+def test_masks_that_are_drawn_for_a_whole_batch_are_refused(tmp_path):
+    words = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({"[PAD]": 0, "[MASK]": 1}, unk_token="[PAD]")),
+        pad_token="[PAD]", mask_token="[MASK]",
+    )  # fmt: skip
+    collator = DataCollatorForLanguageModeling(words, mlm=True)
+    with pytest.raises(
+        ValueError, match=r"data_collator='DataCollatorForLanguageModeling': masks a whole batch"
+    ):
+        trainer_of(tmp_path, data_collator=collator)
+    assert trainer_of(tmp_path, data_collator=collator, self_test=False).data_collator is collator
+
+
+def test_several_devices_without_processes_are_refused(tmp_path):
+    args = arguments(tmp_path)
+    args._n_gpu = 2
+    with pytest.raises(ValueError, match=r"n_gpu=2: nn.DataParallel hides .* torchrun"):
+        PrivateTrainer(writer(), args, plan=plan_of(), clip_norm=1.0)
+
+
+def test_steps_and_epochs_may_be_given_if_they_are_those_of_the_plan(tmp_path):
+    for settings in ({"max_steps": 6}, {"num_train_epochs": 0.6}, {"max_grad_norm": 0}):
+        trainer = trainer_of(tmp_path, options=settings)
+        assert (trainer.args.max_steps, trainer.args.max_grad_norm) == (6, 0)
+
+
+def test_the_arguments_of_the_user_are_left_as_they_were(tmp_path):
+    args = arguments(tmp_path)
+    before = dataclasses.asdict(args)
+    PrivateTrainer(writer(), args, train_dataset=texts(), plan=plan_of(), clip_norm=1.0)
+    assert dataclasses.asdict(args) == before
+
+
+def test_every_option_of_the_trainer_is_on_the_page():
+    page = (ROOT / "docs" / "huggingface.md").read_text()
+    table = page[page.index("| option |") :]
+    missing = [
+        field.name for field in dataclasses.fields(TrainingArguments) if f"`{field.name}`" not in table
+    ]
+    assert missing == []
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(texts())
+
+
+OTHERS = [
+    ({"train_dataset": Stream()}, "train_dataset='Stream': must have a length"),
+    ({"train_dataset": texts(77)}, "len(train_dataset)=77: must be the plan's examples=120"),
+    ({"plan": 8}, "plan='int': must be a Plan"),
+    ({"run_folder": "out/private"}, "run_folder='out/private': must not be in output_dir"),
+    ({"run_folder": "out"}, "run_folder='out': must not be in output_dir"),
+    ({"model_init": writer}, "a private run has one model"),
+]
+
+
+@pytest.mark.parametrize(("changes", "sentence"), OTHERS)
+def test_other_arguments_that_are_refused(changes, sentence, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        trainer_of("out", **changes)
+
+
+def test_resuming_takes_the_run_folder_and_nothing_else(tmp_path):
+    with pytest.raises(ValueError, match="only a run with a run_folder= can be resumed"):
+        trainer_of(tmp_path / "out").train(resume_from_checkpoint=True)
+    trainer = trainer_of(
+        tmp_path / "out", run_folder=tmp_path / "run", may_end_early=True, callbacks=[Stopping()]
+    )
+    with pytest.raises(ValueError, match="give resume_from_checkpoint=True"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
+    trained(trainer)
+    trainer.private.close()
+    again = trainer_of(tmp_path / "out", run_folder=tmp_path / "run")
+    with pytest.raises(ValueError, match=r"its run has released 2 steps.* go on with train\(resume_from"):
+        trained(again)
+    trained(again, resume_from_checkpoint=str(tmp_path / "run"))
+    assert again.private.finished
+    ended = trainer_of(tmp_path / "out", run_folder=tmp_path / "run")
+    assert ended.train(resume_from_checkpoint=True).global_step == 6
+    assert torch.equal(weights(ended.model), weights(again.model))
+
+
+def test_searches_are_refused(tmp_path):
+    trainer = trainer_of(tmp_path)
+    for search in (trainer.hyperparameter_search, lambda: trainer.train(trial={"learning_rate": 0.1})):
+        with pytest.raises(RuntimeError, match="the privacy of all trials adds up"):
+            search()
+
+
+class StepsTwice(PrivateTrainer):
+    def training_step(self, *given, **named):
+        loss = super().training_step(*given, **named)
+        self.private.optimizer.step()
+        return loss
+
+
+def test_a_step_that_the_trainer_does_not_know_of_is_noticed(tmp_path):
+    with pytest.raises(RuntimeError, match="there is no batch"):
+        trained(trainer_of(tmp_path, StepsTwice))
+
+
+def test_without_transformers_a_sentence_says_what_to_install(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("bandmf.torch.huggingface")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(
+        ImportError, match=r"PrivateTrainer needs transformers.*pip install 'bandmf\[huggingface\]'"
+    ):
+        _ = bandmf.torch.PrivateTrainer
+    assert bandmf.torch.make_private is make_private
