@@ -15,7 +15,7 @@ from bandmf import optimize, plots, strategies
 from bandmf.error import rmse
 from bandmf.optimize import Solution
 from bandmf.paper.experiment import Claim, Experiment, Point, Verdict, not_judged
-from bandmf.paper.strategies.ticks import plain
+from bandmf.plots.ticks import plain
 from bandmf.paper.table import Row, Table
 
 EXPLICIT = "explicit (prior work)"

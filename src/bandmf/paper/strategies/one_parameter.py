@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from bandmf import optimize, plots
 from bandmf.paper.experiment import Claim, Experiment, Point, Verdict, not_judged
-from bandmf.paper.strategies.ticks import plain
+from bandmf.plots.ticks import plain
 from bandmf.paper.table import Row, Table
 
 BANDS = (4, 16, 64, 256)

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from bandmf import plots, strategies, workloads
 from bandmf.error.toeplitz import ToeplitzError, mean_weights
 from bandmf.paper.experiment import Claim, Experiment, Point, Verdict, not_judged
-from bandmf.paper.strategies.ticks import plain
+from bandmf.plots.ticks import plain
 from bandmf.paper.strategies.timing import least_seconds, streamed_errors
 from bandmf.paper.table import Row, Table
 

@@ -1,0 +1,57 @@
+"""Logarithmic axes with plain numbers on them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from matplotlib.axes import Axes
+
+_FEWEST = 3  # ticks on an axis
+
+
+def plain(axis: Axes, side: str, values: Iterable[float], ending: str = "") -> None:
+    """Ticks at the powers of ten within the values of a logarithmic axis; at some powers of two where those are few.
+
+    Where these are few as well, at 1, 1.5, 2, 3, 5 and so on. `ending` follows each number, as in "2x".
+    """
+    shown = [value for value in values if value and value > 0]
+    low, high = min(shown), max(shown)
+    ticks = _decades(low, high)
+    if len(ticks) < _FEWEST:
+        octaves = range(math.ceil(math.log2(low)), math.floor(math.log2(high)) + 1)
+        ticks = [2.0**k for k in octaves][:: 2 if len(octaves) > 6 else 1]
+    elif len(ticks) > 9:
+        ticks = ticks[::2]
+    if len(ticks) < _FEWEST:
+        ticks = _fine(low, high)
+    which = axis.xaxis if side == "x" else axis.yaxis
+    which.set_ticks(ticks, [_text(tick) + ending for tick in ticks])
+    which.set_ticks([], minor=True)
+
+
+def _decades(low: float, high: float) -> list[float]:
+    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    return [10.0**k for k in exponents if low / 1.5 <= 10.0**k <= high * 1.5]
+
+
+def _fine(low: float, high: float) -> list[float]:
+    """Round numbers a little apart.
+
+    >>> _fine(0.9, 3.2)
+    [1.0, 1.5, 2.0, 3.0]
+    """
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    every = (float(f"{digit}e{k}") for k in powers for digit in (1, 1.5, 2, 3, 5, 7))
+    return [value for value in every if low / 1.02 <= value <= high * 1.02]
+
+
+def _text(value: float) -> str:
+    """1,000 but 10M: long numbers would run into each other.
+
+    >>> [_text(value) for value in (0.001, 1.5, 16, 4096, 1e7, 1e9)]
+    ['0.001', '1.5', '16', '4,096', '10M', '1,000M']
+    """
+    if value >= 1e6:
+        return f"{value / 1e6:,.0f}M"
+    return f"{value:,.0f}" if value >= 1 and value == round(value) else f"{value:g}"
