@@ -78,7 +78,8 @@ def _print_properties(as_json: bool) -> None:
         show.print_json(found)
         return
     rows = [
-        (row["mechanism"], *(show.number(row[name]) for name in _PROPERTIES.values())) for row in found["rows"]
+        (row["mechanism"], *(show.number(row[name]) for name in _PROPERTIES.values()))
+        for row in found["rows"]
     ]
     show.print_table(f"Mechanisms, measured on {found['date']}", ("mechanism", *_PROPERTIES), rows)
     grid = {name: show.listed(found["grid"][name]) for name in ("steps", "epochs", "epsilon")}

@@ -7,7 +7,9 @@ from typing import Any
 
 import typer
 
-_, USAGE, CLICK, *_ = typer.BadParameter.__mro__  # of the click that this typer uses, which may be its own
+CLICK: type[Exception] = typer.BadParameter.__mro__[
+    2
+]  # ClickException, of typer's own click or of click itself
 EXPECTED = (ValueError, OSError, MemoryError, ModuleNotFoundError, CLICK)
 _EXTRAS = {
     **dict.fromkeys(("torch", "opacus"), "torch"),

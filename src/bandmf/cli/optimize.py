@@ -110,7 +110,9 @@ def optimize(
     if json:
         show.print_json(result)
     else:
-        shown = {_NAMES.get(name, name.replace("_", " ")): _text(name, value) for name, value in result.items()}
+        shown = {
+            _NAMES.get(name, name.replace("_", " ")): _text(name, value) for name, value in result.items()
+        }
         show.print_pairs("Strategy", shown)
 
 

@@ -105,8 +105,8 @@ def _print_names(as_json: bool) -> None:
         show.print_json({"experiments": rows})
         return
     columns = ("name", "what", "in the paper")
-    rows = [(one.name, one.title, one.place) for one in found]
-    show.print_table("bandmf reproduce NAME..., or all", columns, rows, text=columns[1:])
+    shown = [(one.name, one.title, one.place) for one in found]
+    show.print_table("bandmf reproduce NAME..., or all", columns, shown, text=columns[1:])
 
 
 def _print_json(judged: list[page.Judged], seconds: dict[str, float | None]) -> None:

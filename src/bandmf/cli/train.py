@@ -212,7 +212,8 @@ def _report(
     )
     percents = ("accuracy", "lowest", "highest")
     shown = [
-        [f"{value:.1%}" if name in percents else show.number(value) for name, value in row.items()] for row in rows
+        [f"{value:.1%}" if name in percents else show.number(value) for name, value in row.items()]
+        for row in rows
     ]
     show.print_table(title, tuple(rows[0]), shown)
     show.say("Images: " + ", ".join(f"{count:,} {name}" for name, count in split.items()) + ".")

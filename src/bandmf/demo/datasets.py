@@ -24,7 +24,11 @@ _PUBLISHED = (
         26_421_880,
         "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
     ),
-    ("train-labels-idx1-ubyte.gz", 29_515, "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845"),
+    (
+        "train-labels-idx1-ubyte.gz",
+        29_515,
+        "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+    ),
     (
         "t10k-images-idx3-ubyte.gz",
         4_422_102,

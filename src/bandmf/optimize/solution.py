@@ -10,6 +10,7 @@ from typing import Any
 from bandmf.optimize.descent import Descent, Outcome
 from bandmf.strategies import Strategy
 
+
 @dataclass(frozen=True, kw_only=True)
 class Solution:
     """An optimized strategy, with how good it is and how that is known.

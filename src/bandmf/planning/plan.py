@@ -354,9 +354,7 @@ class Plan(Setup):
         if not self.amplified or self.epsilon == math.inf or families - {("cyclic-poisson", "banded")}:
             return ()  # of other kinds there is nothing to put between
         known = {c.bands for c in self.candidates if c.sampling == "cyclic-poisson"}
-        return tuple(
-            c for c in between(self, self.epsilon, known, progress) if c.bands not in known
-        )
+        return tuple(c for c in between(self, self.epsilon, known, progress) if c.bands not in known)
 
     def __repr__(self) -> str:
         data = f"batch_size={self.batch_size:g}, examples={self.examples}"

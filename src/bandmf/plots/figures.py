@@ -11,7 +11,7 @@ from matplotlib import colormaps
 from bandmf._types import FloatArray
 from bandmf.plots.colors import GRAY, MECHANISMS
 from bandmf.plots.style import End, end_labels, end_of, line_of, panels
-from bandmf.plots.ticks import plain
+from bandmf.plots.ticks import fours, plain
 from bandmf.strategies import Strategy
 
 if TYPE_CHECKING:
@@ -78,18 +78,18 @@ def memory(curves: dict[str, list[tuple[int, float]]], title: str) -> Figure:
     """RMSE against the vectors that the noise keeps: none at the left, then on a log scale."""
     figure, (axis,) = panels(1, width=7.8, height=4.4)
     for name, points in curves.items():
-        axis.loglog([max(count, _NONE) for count, _ in points], [error for _, error in points], **line_of(name))
+        axis.loglog(
+            [max(count, _NONE) for count, _ in points], [error for _, error in points], **line_of(name)
+        )
     most = max(count for points in curves.values() for count, _ in points)
-    ticks = [_NONE, *(4**i for i in range(12) if 4**i <= most)]
-    axis.set_xticks(ticks, ["none", *(f"{tick:g}" for tick in ticks[1:])])
-    axis.set_xticks([], minor=True)
+    fours(axis, most, none=_NONE)
     plain(axis, "y", [error for points in curves.values() for _, error in points])
     axis.set(xlabel="noise history, in vectors of the model's size", ylabel="RMSE", title=title)
     far = {name: points for name, points in curves.items() if points[-1][0] > most / 4}
     end_labels(axis, [end_of(name, *points[-1]) for name, points in far.items()])
     for name, points in curves.items():
-        if name not in far:  # its name goes beside its best point
-            place, error = min(points, key=lambda point: point[1])
+        if name not in far:  # its name goes beside a point in the middle
+            place, error = sorted(points, key=lambda point: point[1])[len(points) // 2]
             _beside(axis, name, max(place, _NONE), error)
     return figure
 

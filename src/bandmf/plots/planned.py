@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from bandmf.plots.colors import BANDMF, GRAY, MECHANISMS
 from bandmf.plots.style import End, end_labels, panels
-from bandmf.plots.ticks import plain
+from bandmf.plots.ticks import fours, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from bandmf.planning.plan import Plan
 
 _NEAR = 2.05  # a line joins neighbors of at most so many times the bands; a longer one would invent what lies between
+
+_MARGIN = 1.2  # above and below, in times the error
 
 
 class Level(NamedTuple):
@@ -41,27 +43,32 @@ def bands(
     `curve` holds (bands, error); those in `names` are labeled; `limit` is the most bands that fit into memory.
     """
     figure, (axis,) = panels(1, width=7.2, height=4.4)
-    color = MECHANISMS[BANDMF]
+    color, right = MECHANISMS[BANDMF], max((place for place, _ in curve), default=1)
     for piece in _pieces(curve):
         axis.plot(*zip(*piece, strict=True), color=color, linewidth=2.4, marker="o", markersize=4)
-    axis.set(xscale="log", yscale="log", xlabel="bands", ylabel="RMSE over the plan's", title=title)
-    axis.margins(x=0.06, y=0.14)
-    places, errors = [place for place, _ in curve], [error for _, error in curve]
-    right = max(places, default=1)
-    lines = [End(right, level.error, level.name, _shade(level), level.chosen) for level in levels]
     for level in levels:
-        width = 2.4 if level.chosen else 1.2
-        axis.axhline(level.error, color=_shade(level), linewidth=width, linestyle="-" if level.chosen else "--")
+        style = {"linewidth": 2.4} if level.chosen else {"linewidth": 1.2, "linestyle": "--"}
+        axis.axhline(level.error, color=_shade(level), **style)
+    axis.set(xscale="log", yscale="log", xlabel="bands", ylabel="RMSE over the plan's", title=title)
+    axis.margins(x=0.06)
+    errors = [*(error for _, error in curve), *(level.error for level in levels)]
+    axis.set_ylim(min(errors) / _MARGIN, max(errors) * _MARGIN)
+    plain(axis, "y", errors, "x")
     if curve:
-        plain(axis, "x", places)
+        fours(axis, right)
+        axis.set_xlim(axis.get_xlim())
         _name(axis, curve, names, chosen)
     else:  # nothing here depends on bands
-        axis.set(xticks=[], xlabel="")
+        axis.set(xlim=(0.5, 1), xticks=[], xlabel="")
         axis.set_xticks([], minor=True)
-    plain(axis, "y", [*errors, *(level.error for level in levels)], "x")
     if limit is not None and limit < right:
         _draw_limit(axis, limit)
-    end_labels(axis, lines)
+    ends = [
+        End(axis.get_xlim()[1], error, f"chosen: {name}" if taken else name, _shade(level), taken)
+        for level in levels
+        for name, error, taken in (level,)
+    ]
+    end_labels(axis, ends)
     return figure
 
 
@@ -83,29 +90,37 @@ def _shade(level: Level) -> str:
 def _draw_limit(axis: Axes, limit: int) -> None:
     """What lies to the right does not fit."""
     edge = limit * 1.06  # to the right of the last point that fits
-    axis.axvspan(edge, axis.get_xlim()[1], color=GRAY, alpha=0.12, linewidth=0)
+    low, high = axis.get_xlim()
+    axis.axvspan(edge, high, color=GRAY, alpha=0.12, linewidth=0)
     axis.axvline(edge, color=GRAY, linewidth=1)
-    text = f" memory limit: {limit:,} bands"
-    axis.text(edge, 0.98, text, transform=axis.get_xaxis_transform(), color=GRAY, fontsize=9, va="top")
+    side, gap = ("left", 5) if edge**3 < low * high**2 else ("right", -5)  # where there is room for words
+    axis.annotate(
+        f"memory limit: {limit:,} band{'s' if limit > 1 else ''}", (edge, 0.97), (gap, 0),
+        xycoords=axis.get_xaxis_transform(), textcoords="offset points", color=GRAY, fontsize=9, ha=side, va="top",
+    )  # fmt: skip
 
 
-def _name(
-    axis: Axes, curve: Sequence[tuple[int, float]], names: dict[int, str], chosen: int | None
-) -> None:
-    color, low, high = MECHANISMS[BANDMF], curve[0][0], curve[-1][0]
-    for place, error in curve:
-        side = "left" if place == low else "right" if place == high else "center"
+def _name(axis: Axes, curve: Sequence[tuple[int, float]], names: dict[int, str], chosen: int | None) -> None:
+    """Words beside points: the chosen one below the line, which falls from the left."""
+    color, (low, _), (high, _) = MECHANISMS[BANDMF], curve[0], curve[-1]
+    before = [curve[0][1], *(error for _, error in curve)]
+    for (place, error), earlier in zip(curve, before, strict=False):
         if place == chosen:
-            axis.plot(place, error, "o", color="white", markeredgecolor=color, markeredgewidth=2.6, markersize=11)
+            axis.plot(
+                place, error, "o", color="white", markeredgecolor=color, markeredgewidth=2.6, markersize=11
+            )
             axis.annotate(
-                f"chosen: {place:,} band{'s' if place > 1 else ''}", (place, error), (0, -17),
-                textcoords="offset points", ha=side, fontsize=9, fontweight="bold", color=color,
+                f"chosen: {place:,} band{'s' if place > 1 else ''}", (place, error), (-8, -9),
+                textcoords="offset points", ha="left" if place == low else "right", va="top", fontsize=9,
+                fontweight="bold", color=color,
             )  # fmt: skip
         if place in names:
-            ink = MECHANISMS["DP-SGD"] if names[place] == "DP-SGD" else GRAY
+            rising = error >= earlier
             axis.annotate(
-                names[place], (place, error), (0, 9), textcoords="offset points", ha=side, fontsize=9, color=ink
-            )
+                names[place], (place, error), (0, 8 if rising else -8), textcoords="offset points", fontsize=9,
+                ha="right" if place == high and place != low else "left", va="bottom" if rising else "top",
+                color=MECHANISMS["DP-SGD"] if names[place] == "DP-SGD" else GRAY,
+            )  # fmt: skip
 
 
 def plan(made: Plan, weighed: Sequence[Candidate]) -> Figure:

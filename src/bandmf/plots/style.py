@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from bandmf.plots.colors import COLORS, bold, color
 
@@ -59,22 +60,17 @@ def end_of(name: str, x: float, y: float, text: str = "") -> End:
 def end_labels(axis: Axes, ends: Sequence[End]) -> None:
     """Names at the right of the panel, at the height of the lines' ends, moved apart where they would overlap.
 
-    To be called when the limits of the axes are final.
+    To be called when everything else is drawn: the limits of the axes stay as they are from here.
     """
+    axis.set(xlim=axis.get_xlim(), ylim=axis.get_ylim())
     to_axes = axis.transData + axis.transAxes.inverted()
     places = [tuple(to_axes.transform((end.x, end.y))) for end in ends]
     height = axis.figure.get_figheight() * 0.8 * 72  # points; titles and labels take the rest
     free = spread([y for _, y in places], 1.25 * _FONT / height)
     for end, (x, y), place in zip(ends, places, free, strict=True):
-        axis.plot(
-            [x + 0.005, _PLACE - 0.008],
-            [y, place],
-            color=end.color,
-            linewidth=0.6,
-            alpha=0.6,
-            transform=axis.transAxes,
-            clip_on=False,
-        )
+        leader = [min(x + 0.01, 1), _PLACE - 0.008], [y, place]
+        style: dict[str, Any] = {"color": end.color, "linewidth": 0.6, "alpha": 0.6, "clip_on": False}
+        axis.add_artist(Line2D(*leader, transform=axis.transAxes, **style))
         axis.text(
             _PLACE,
             place,
@@ -88,7 +84,7 @@ def end_labels(axis: Axes, ends: Sequence[End]) -> None:
 
 
 def spread(heights: Sequence[float], gap: float) -> list[float]:
-    """Heights in the same order that are at least a gap apart, as near to these as that permits.
+    """Heights in the same order that are at least a gap apart, as near to these as that permits, and not below 0.
 
     >>> [round(height, 3) for height in spread([0.5, 0.5, 0.9], 0.1)]
     [0.45, 0.55, 0.9]
@@ -104,5 +100,5 @@ def spread(heights: Sequence[float], gap: float) -> list[float]:
     means = [total / count for total, count in blocks for _ in range(int(count))]
     found = [0.0] * len(heights)
     for rank, i in enumerate(order):
-        found[i] = means[rank] + rank * gap
+        found[i] = max(0.0, means[rank]) + rank * gap
     return found

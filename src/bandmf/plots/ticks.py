@@ -30,6 +30,14 @@ def plain(axis: Axes, side: str, values: Iterable[float], ending: str = "") -> N
     which.set_ticks([], minor=True)
 
 
+def fours(axis: Axes, most: float, none: float | None = None) -> None:
+    """Ticks of x at 1, 4, 16, 64 and so on; "none" at a place of its own."""
+    ticks = {4.0**k: _text(4.0**k) for k in range(16) if 4**k <= most}
+    ticks = ticks if none is None else {none: "none", **ticks}
+    axis.set_xticks(list(ticks), list(ticks.values()))
+    axis.set_xticks([], minor=True)
+
+
 def _decades(low: float, high: float) -> list[float]:
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     return [10.0**k for k in exponents if low / 1.5 <= 10.0**k <= high * 1.5]
@@ -38,12 +46,17 @@ def _decades(low: float, high: float) -> list[float]:
 def _fine(low: float, high: float) -> list[float]:
     """Round numbers a little apart.
 
-    >>> _fine(0.9, 3.2)
-    [1.0, 1.5, 2.0, 3.0]
+    >>> _fine(0.9, 3.2), _fine(0.8, 1.3)
+    ([1.0, 1.5, 2.0, 3.0], [0.8, 0.9, 1.0, 1.2])
     """
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    every = (float(f"{digit}e{k}") for k in powers for digit in (1, 1.5, 2, 3, 5, 7))
-    return [value for value in every if low / 1.02 <= value <= high * 1.02]
+    found: list[float] = []
+    for digits in ((1, 1.5, 2, 3, 5, 7), (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)):
+        every = (float(f"{digit}e{k}") for k in powers for digit in digits)
+        found = [value for value in every if low / 1.02 <= value <= high * 1.02]
+        if len(found) >= _FEWEST:
+            break
+    return found
 
 
 def _text(value: float) -> str:
