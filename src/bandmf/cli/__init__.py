@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bandmf.cli.commands import app as app
 
-INPUT_ERROR, INTERRUPTED, READER_GONE = 2, 130, 141  # the last two as shells have it: 128 and the signal
+READER_GONE, INPUT_ERROR, INTERRUPTED = 1, 2, 130  # the last as shells have it: 128 and the signal
 
 
 def main() -> None:

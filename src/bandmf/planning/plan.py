@@ -351,8 +351,10 @@ class Plan(Setup):
 
     def _passed_over(self, progress: Progress | None) -> tuple[Candidate, ...]:
         families = {(c.sampling, c.mechanism) for c in self.candidates if c.sampling != "balls-in-bins"}
-        if not self.amplified or self.epsilon == math.inf or families - {("cyclic-poisson", "banded")}:
-            return ()  # of other kinds there is nothing to put between
+        if not self.amplified or self.epsilon == math.inf or self.workload.coefficients is None:
+            return ()
+        if families - {("cyclic-poisson", "banded")}:  # of other kinds there is nothing to put between
+            return ()
         known = {c.bands for c in self.candidates if c.sampling == "cyclic-poisson"}
         return tuple(c for c in between(self, self.epsilon, known, progress) if c.bands not in known)
 

@@ -125,6 +125,8 @@ def _name(axis: Axes, curve: Sequence[tuple[int, float]], names: dict[int, str],
 
 def plan(made: Plan, weighed: Sequence[Candidate]) -> Figure:
     """The picture of a plan and of all candidates that are to be in it."""
+    if not weighed:
+        raise ValueError("candidates=(): there is nothing to draw; make the plan with bandmf.plan")
     banded = sorted((c for c in weighed if c.sampling != "balls-in-bins"), key=lambda c: c.bands)
     curve = [(c.bands, c.rmse / made.rmse) for c in banded]
     levels = [

@@ -65,7 +65,7 @@ def end_labels(axis: Axes, ends: Sequence[End]) -> None:
     axis.set(xlim=axis.get_xlim(), ylim=axis.get_ylim())
     to_axes = axis.transData + axis.transAxes.inverted()
     places = [tuple(to_axes.transform((end.x, end.y))) for end in ends]
-    height = axis.figure.get_figheight() * 0.8 * 72  # points; titles and labels take the rest
+    height = axis.figure.bbox.height / axis.figure.dpi * 0.8 * 72  # points; titles and labels take the rest
     free = spread([y for _, y in places], 1.25 * _FONT / height)
     for end, (x, y), place in zip(ends, places, free, strict=True):
         leader = [min(x + 0.01, 1), _PLACE - 0.008], [y, place]

@@ -8,6 +8,38 @@ from collections.abc import Iterable
 from matplotlib.axes import Axes
 
 _FEWEST = 3  # ticks on an axis
+_DIGITS = (
+    (1, 1.5, 2, 3, 5, 7),
+    (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9),
+    (
+        1,
+        1.1,
+        1.2,
+        1.3,
+        1.4,
+        1.5,
+        1.6,
+        1.8,
+        2,
+        2.2,
+        2.5,
+        2.8,
+        3,
+        3.5,
+        4,
+        4.5,
+        5,
+        5.5,
+        6,
+        6.5,
+        7,
+        7.5,
+        8,
+        8.5,
+        9,
+        9.5,
+    ),
+)
 
 
 def plain(axis: Axes, side: str, values: Iterable[float], ending: str = "") -> None:
@@ -51,7 +83,7 @@ def _fine(low: float, high: float) -> list[float]:
     """
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     found: list[float] = []
-    for digits in ((1, 1.5, 2, 3, 5, 7), (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)):
+    for digits in _DIGITS:
         every = (float(f"{digit}e{k}") for k in powers for digit in digits)
         found = [value for value in every if low / 1.02 <= value <= high * 1.02]
         if len(found) >= _FEWEST:
