@@ -9,7 +9,7 @@ The same as `bandmf bench noise`, which is where the cases are written down (ban
 
 import sys
 
-from bandmf.cli import app
+from bandmf.cli import run
 
 if __name__ == "__main__":
-    app(["bench", "noise", *sys.argv[1:]])
+    sys.exit(run(["bench", "noise", *sys.argv[1:]]))

@@ -50,6 +50,7 @@ ORDER = [
     "plots",
     "paper",
     "cli",
+    "__main__",
 ]
 OPTIONAL = {"torch", "triton", "opacus", "jax", "optax", "jax_privacy", "matplotlib"}
 NEED_OPTIONAL = {"native", "torch", "jax", "demo", "audit", "plots", "paper", "cli"}

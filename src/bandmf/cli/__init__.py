@@ -2,39 +2,50 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-import typer
+if TYPE_CHECKING:
+    from bandmf.cli.commands import app as app
 
-from bandmf.cli import bench, compare, optimize, plan, reproduce, train
-
-app = typer.Typer(
-    help="Train machine-learning models with differential privacy at the lowest noise.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-)
-app.command("plan")(plan.plan)
-app.command("compare")(compare.compare_command)
-app.command("train")(train.train)
-app.command("optimize")(optimize.optimize)
-app.command("reproduce")(reproduce.reproduce)
-
-benchmarks = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
-benchmarks.command("noise")(bench.noise)
-app.add_typer(benchmarks, name="bench")
-
-
-@app.callback()
-def _root() -> None:
-    """Train machine-learning models with differential privacy at the lowest noise."""
+READER_GONE, INPUT_ERROR, INTERRUPTED = 1, 2, 130  # the last as shells have it: 128 and the signal
 
 
 def main() -> None:
-    """Run the command line: bad input is one clear line and exit status 2."""
+    """Run the command line: bad input is one clear line and exit status 2, Ctrl-C no line and 130."""
     try:
-        app()
-    except (ValueError, OSError) as error:
-        print(f"bandmf: {error}", file=sys.stderr)
-        sys.exit(2)
+        status = run(sys.argv[1:])
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one while Python ends would be loud
+        status = INTERRUPTED
+    except BrokenPipeError:  # as in `bandmf compare ... | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains at its end
+        status = READER_GONE
+    sys.exit(status)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """The exit status of the command with these arguments."""
+    # Imports take a second, and Ctrl-C during that second must be as quiet as later.
+    from bandmf.cli import failures
+    from bandmf.cli.commands import invoke
+
+    try:
+        return invoke(list(arguments) or ["--help"])
+    except failures.EXPECTED as error:
+        if (sentence := failures.sentence(error, arguments)) is None:
+            raise
+        print(f"bandmf: {sentence}", file=sys.stderr)
+        return INPUT_ERROR
+
+
+def __getattr__(name: str) -> Any:
+    if name == "app":
+        from bandmf.cli.commands import app
+
+        return app
+    raise AttributeError(f"module 'bandmf.cli' has no attribute {name!r}")

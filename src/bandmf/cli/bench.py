@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from bandmf import _check
-from bandmf.cli import noise_cases, show
+from bandmf.cli import noise_cases, outputs, show
 
-_EXAMPLE = "Example: bandmf bench noise --parameters 1000000 --bands 8,32,128 --plot noise.png"
+EXAMPLE = "Example: bandmf bench noise --parameters 1000000 --bands 8,32,128 --plot noise.png"
 
 
 def noise(
@@ -22,6 +21,7 @@ def noise(
     plot: Annotated[Path | None, typer.Option(help="Time and memory against bands, as a picture.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
+    outputs.check({"plot": plot})
     if importlib.util.find_spec("torch") is None:
         raise ValueError("torch is missing: this benchmark needs it; pip install 'bandmf[torch]'")
     parameters, device = (
@@ -50,17 +50,18 @@ def noise(
     if json:
         show.print_json({"parameters": parameters, "device": device, "rows": rows})
         return
-    table = Table(title=f"Noise for {parameters:,} numbers on {device}", title_justify="left", box=None)
-    table.add_column("")
-    for name in ("bands", "ms per step", "x independent noise", "peak memory, vectors"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        numbers = f"{row['milliseconds']:.2f}", f"{row['ratio']:.2f}", f"{row['peak_vectors']:.1f}"
-        table.add_row(row["what"], str(row["bands"]), *numbers)
-    show.console.print(table)
-
-
-noise.__doc__ = f"Time and memory of correlated noise against independent noise and other code.\n\n{_EXAMPLE}"
+    columns = ("", "bands", "ms per step", "against independent", "peak memory, vectors")
+    shown = [
+        (
+            row["what"],
+            show.number(row["bands"]),
+            f"{row['milliseconds']:.2f}",
+            f"{row['ratio']:.2f}x",
+            f"{row['peak_vectors']:.1f}",
+        )
+        for row in rows
+    ]
+    show.print_table(f"Noise for {parameters:,} numbers on {device}", columns, shown)
 
 
 def _measure(widths: list[int], size: int, device: str) -> list[dict[str, Any]]:
@@ -68,8 +69,9 @@ def _measure(widths: list[int], size: int, device: str) -> list[dict[str, Any]]:
     work = [(noise_cases.INDEPENDENT, 1)]
     work += [(case, width) for width in widths for case in cases if case != noise_cases.INDEPENDENT]
     rows = []
-    with show.status("measuring") as line:
+    with show.status("measuring", len(work)) as line:
         for case, width in work:
             line.update(f"{case}, {width} bands")
             rows.append(noise_cases.run(case, width, size, device))
+            line.advance(f"{case}, {width} bands")
     return [row | {"ratio": row["milliseconds"] / rows[0]["milliseconds"]} for row in rows]

@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from bandmf import plots
-from bandmf.cli import show
+from bandmf.cli import outputs, show
 from bandmf.planning.compare import Comparison, against_memory, compare
 from bandmf.planning.planner import plan
 
-_EXAMPLE = "Example: bandmf compare --steps 2048 --epochs 8 --epsilon 4 --delta 1e-8 --plot compare.png"
+EXAMPLE = "Example: bandmf compare --steps 2048 --epochs 8 --epsilon 4 --delta 1e-8 --plot compare.png"
+_PROPERTIES = {
+    "quickly found": "efficient_selection",
+    "little state": "sublinear_overhead",
+    "best somewhere": "optimal_somewhere",
+}
 _EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 
 
@@ -47,23 +51,24 @@ def compare_command(
         return
     if steps is None or epochs is None or delta is None:
         raise ValueError("steps, epochs, delta: all three are needed (or --mechanisms)")
+    outputs.check({"plot": plot, "map": map, "memory": memory})
     with show.status("comparing") as line:
         table = compare(epsilon=epsilon, delta=delta, steps=steps, epochs=epochs, progress=line.update)
         if plot is not None:
             _plot(steps, epochs, delta, plot, line)
         if memory is not None:
             curves = against_memory(epsilon, delta, steps, epochs, line.update)
-            title = f"{steps} steps, {epochs} epochs, epsilon={epsilon:g}, delta={delta:g}"
-            plots.save(plots.memory(curves, title), memory)
+            plots.save(plots.memory(curves, _title(steps, epochs, epsilon, delta)), memory)
         if map is not None:
             _map(steps, delta, map, line)
     if json:
         show.print_json({"mechanisms": [row._asdict() for row in table]})
     else:
-        _print(table, f"{steps} steps, {epochs} epochs, epsilon={epsilon:g}, delta={delta:g}")
+        _print(table, _title(steps, epochs, epsilon, delta))
 
 
-compare_command.__doc__ = f"Compare every mechanism's error at the same privacy budget.\n\n{_EXAMPLE}"
+def _title(steps: int, epochs: int, epsilon: float, delta: float) -> str:
+    return f"{steps:,} steps, {epochs} epochs, epsilon={epsilon:g}, delta={show.number(delta)}"
 
 
 def _print_properties(as_json: bool) -> None:
@@ -72,34 +77,34 @@ def _print_properties(as_json: bool) -> None:
     if as_json:
         show.print_json(found)
         return
-    table = Table(
-        title=f"Mechanisms, measured on {found['date']}", title_justify="left", box=None, padding=(0, 1)
-    )
-    table.add_column("mechanism", no_wrap=True)
-    for name in ("quickly found", "little state", "best somewhere"):
-        table.add_column(name, justify="center")
-    for row in found["rows"]:
-        marks = (row["efficient_selection"], row["sublinear_overhead"], row["optimal_somewhere"])
-        table.add_row(row["mechanism"], *("yes" if mark else "no" for mark in marks))
-    show.console.print(table)
-    grid, scale = found["grid"], found["scale"]
-    show.console.print(
-        f"Quickly found: under a minute at {scale} steps. Little state: at most an eighth of the steps as "
-        f"vectors. Best somewhere: on the grid steps {grid['steps']}, epochs {grid['epochs']}, epsilon "
-        f"{grid['epsilon']}, delta {grid['delta']:g}.",
-        highlight=False,
+    rows = [
+        (row["mechanism"], *(show.number(row[name]) for name in _PROPERTIES.values()))
+        for row in found["rows"]
+    ]
+    show.print_table(f"Mechanisms, measured on {found['date']}", ("mechanism", *_PROPERTIES), rows)
+    grid = {name: show.listed(found["grid"][name]) for name in ("steps", "epochs", "epsilon")}
+    show.say(
+        f"Quickly found: under a minute at {found['scale']:,} steps. Little state: at most an eighth of the steps "
+        f"as vectors. Best somewhere: with {grid['steps']} steps, {grid['epochs']} epochs, epsilon "
+        f"{grid['epsilon']} and delta {show.number(found['grid']['delta'])}."
     )
 
 
 def _print(rows: list[Comparison], title: str) -> None:
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
-    table.add_column("mechanism", no_wrap=True)
-    for name in ("RMSE", "ratio", "sigma", "bands", "vectors", "sampled"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        numbers = (f"{row.rmse:.5g}", f"{row.ratio:.3f}x", f"{row.noise_multiplier:.4f}", str(row.bands))
-        table.add_row(row.mechanism, *numbers, str(row.vectors), "yes" if row.amplified else "no")
-    show.console.print(table)
+    columns = ("mechanism", "RMSE", "ratio", "sigma", "bands", "vectors", "sampled")
+    shown = [
+        (
+            row.mechanism,
+            show.number(row.rmse, 5),
+            f"{row.ratio:.3f}x",
+            f"{row.noise_multiplier:.4f}",
+            show.number(row.bands),
+            show.number(row.vectors),
+            show.number(row.amplified),
+        )
+        for row in rows
+    ]
+    show.print_table(title, columns, shown)
 
 
 def _plot(steps: int, epochs: int, delta: float, path: Path, line: show.Status) -> None:
@@ -108,7 +113,7 @@ def _plot(steps: int, epochs: int, delta: float, path: Path, line: show.Status) 
         line.update(f"epsilon={epsilon:g}")
         for row in compare(epsilon=epsilon, delta=delta, steps=steps, epochs=epochs):
             curves.setdefault(row.mechanism, []).append(row.ratio)
-    plots.save(plots.mechanisms(_EPSILONS, curves, f"{steps} steps, {epochs} epochs"), path)
+    plots.save(plots.mechanisms(_EPSILONS, curves, f"{steps:,} steps, {epochs} epochs"), path)
 
 
 def _map(steps: int, delta: float, path: Path, line: show.Status) -> None:
@@ -119,4 +124,4 @@ def _map(steps: int, delta: float, path: Path, line: show.Status) -> None:
         setting = {"epsilon": epsilon, "delta": delta, "batch_size": 1024, "steps": steps}
         plans = [plan(**setting, examples=steps * 1024 // k, sampling="cyclic-poisson") for k in epochs]  # type: ignore[arg-type]
         best.append([each.bands for each in plans])
-    plots.save(plots.best_bands(epochs, list(_EPSILONS), best, f"Best bands, {steps} steps"), path)
+    plots.save(plots.best_bands(epochs, list(_EPSILONS), best, f"Best bands, {steps:,} steps"), path)

@@ -12,14 +12,21 @@ import typer
 from bandmf import optimize as optimizers
 from bandmf import plots, strategies, workloads
 from bandmf._types import FloatArray
-from bandmf.cli import show
+from bandmf.cli import outputs, show
 from bandmf.error import max_error, per_step_error, rmse
 from bandmf.optimize.descent import Watcher
 from bandmf.optimize.solution import Solution
 from bandmf.participation import FixedEpochs, Participation
+from bandmf.strategies.files import file_name
 from bandmf.workloads import Workload
 
-_EXAMPLE = "Example: bandmf optimize --steps 4096 --bands 16 --family banded --plot strategy.png"
+EXAMPLE = "Example: bandmf optimize --steps 4096 --bands 16 --family banded --plot strategy.png"
+_NAMES = {
+    "rmse": "RMSE",
+    "independent_noise_rmse": "independent noise's RMSE",
+    "seconds": "time",
+    "message": "how it ended",
+}
 _PLOTTABLE = 2_000_000  # per-step errors that are worth drawing
 
 
@@ -72,6 +79,11 @@ def optimize(
     plot: Annotated[Path | None, typer.Option(help="Write a figure (.png, .svg, .pdf).")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
+    outputs.check({"plot": plot}, {"save": None if save is None else file_name(save)})
+    if plot is not None and steps > _PLOTTABLE:
+        raise ValueError(
+            f"steps={steps}: per-step errors are drawn for at most {_PLOTTABLE:,} steps; leave out --plot"
+        )
     workload = _workload(steps, momentum, schedule)
     participation = FixedEpochs(epochs) if epochs != 1 else None
     choices = {"bands": bands, "objective": objective, "normalize": normalize, "gap": gap}
@@ -89,21 +101,19 @@ def optimize(
 
             solution = _solve(family, steps, workload, participation, given, watch)
         strategy = solution.strategy
-    result = _describe(strategy, workload, participation, solution)
-    if save is not None:
-        result["saved"] = str(strategies.save(strategy, save))
-    if plot is not None:
-        result["plot"] = str(_plot(strategy, workload, plot))
+    with show.status("measuring errors"):
+        result = _describe(strategy, workload, participation, solution)
+        if save is not None:
+            result["saved"] = str(strategies.save(strategy, save))
+        if plot is not None:
+            result["plot"] = str(_plot(strategy, workload, plot))
     if json:
         show.print_json(result)
     else:
-        show.print_pairs("Strategy", {name.replace("_", " "): _text(value) for name, value in result.items()})
-
-
-optimize.__doc__ = (
-    "Find the best noise-correlation strategy (with --family banded or dense, prove how good it is)."
-    f"\n\n{_EXAMPLE}"
-)
+        shown = {
+            _NAMES.get(name, name.replace("_", " ")): _text(name, value) for name, value in result.items()
+        }
+        show.print_pairs("Strategy", shown)
 
 
 def _workload(steps: int, momentum: float, schedule: str) -> Workload:
@@ -134,7 +144,7 @@ def _solve(
         "participation": participation,
     }
     proof: dict[str, Any] = {"gap": given.get("gap"), "watch": watch}
-    bands, normalize = given.get("bands", 16), given.get("normalize", Normalize.optimized)
+    bands, normalize = given.get("bands", min(16, steps)), given.get("normalize", Normalize.optimized)
     match family:
         case Family.banded:
             return optimizers.banded(steps, bands, **options, **proof)
@@ -182,27 +192,19 @@ def _describe(
     return result
 
 
-def _text(value: object) -> str:
+def _text(name: str, value: object) -> str:
     if value is None:
         return "none proved (Toeplitz: see --family banded)"
     if isinstance(value, list):
         return ", ".join(f"{x:.6f}" for x in value) + (", ..." if len(value) == 8 else "")
-    return f"{value:.7g}" if isinstance(value, float) else str(value)
+    if name == "seconds" and isinstance(value, float):
+        return show.duration(value)
+    return show.number(value, 7)
 
 
 def _plot(strategy: strategies.Strategy, workload: Workload, path: Path) -> Path:
-    n = strategy.steps
-    if n > _PLOTTABLE:
-        raise ValueError(
-            f"steps={n}: per-step errors are drawn for at most {_PLOTTABLE} steps; leave out --plot"
-        )
-    shown = {
-        step: strategy.columns(step, step + 1)[0][: min(256, n - step)]
-        for step in dict.fromkeys((0, n // 2, max(0, n - strategy.bands // 2 - 1)))
-    }
     errors = {
-        f"{strategy.bands} bands": per_step_error(strategy, workload=workload),
-        "independent noise": per_step_error(strategies.Identity(n), workload=workload),
+        f"{strategy.bands:,} bands": per_step_error(strategy, workload=workload),
+        "independent noise": per_step_error(strategies.Identity(strategy.steps), workload=workload),
     }
-    figure = plots.strategy(shown, errors, f"{type(strategy).__name__}, {n} steps, {strategy.bands} bands")
-    return plots.save(figure, path)
+    return plots.save(plots.strategy(strategy, errors), path)

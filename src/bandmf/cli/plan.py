@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from matplotlib.figure import Figure
-from rich.table import Table
 
 from bandmf import plots, workloads
-from bandmf.cli import show
+from bandmf.cli import outputs, show
 from bandmf.participation import MinSeparation
 from bandmf.planning import Candidate, Plan
 from bandmf.planning import plan as make_plan
 from bandmf.planning.request import training_steps
 
-_EXAMPLE = (
+EXAMPLE = (
     "Example: bandmf plan --epsilon 4 --delta 1e-8 --examples 1000000 --batch-size 500 --steps 16384 "
     "--save plan.json --plot plan.png"
 )
@@ -75,6 +74,7 @@ def plan(
 ) -> None:
     if explain and json:
         raise ValueError("explain, json: give at most one of the two")
+    outputs.check({"plot": plot}, {"save": save})
     if (max_participations is None) != (separation is None):
         raise ValueError("max-participations, separation: give both or neither")
     participation = None
@@ -111,66 +111,55 @@ def plan(
             certify_seconds=certify_seconds,
             progress=progress,
         )
-    if save is not None:
-        made.save(save)
-    if plot is not None:
-        plots.save(_figure(made), plot)
+        line.update("comparing with DP-SGD")
+        summary = made.summary()
+        if save is not None:
+            made.save(save)
+        if plot is not None:
+            line.update("drawing")
+            plots.save(made.plot(progress), plot)
     if json:
-        show.print_json({**made.summary(), "candidates": [c._asdict() for c in made.candidates]})
+        show.print_json({**summary, "candidates": [c._asdict() for c in made.candidates]})
     elif explain:
-        show.console.print(made.explain(), highlight=False)
+        show.say(made.explain())
     else:
-        _print(made)
+        _print(made, summary)
 
 
-plan.__doc__ = f"Plan private training: the mechanism of least noise for a privacy budget.\n\n{_EXAMPLE}"
-
-
-def _figure(made: Plan) -> Figure:
-    cyclic = [c for c in made.candidates if c.sampling != "balls-in-bins"]
-    curve = [(c.bands, c.rmse / made.batch_size) for c in cyclic]
-    names = {1: "DP-SGD"}
-    if made.examples is not None and made.examples / made.batch_size <= made.steps:
-        names[int(made.examples / made.batch_size)] = "no amplification"
-    title = f"epsilon={made.epsilon:g}, delta={made.delta:g}, {made.steps} steps"
-    return plots.bands(curve, made.bands, names, title)
-
-
-def _print(made: Plan) -> None:
-    named = {_NAMES.get(name, name.replace("_", " ")): value for name, value in made.summary().items()}
-    show.print_pairs("Plan", {name: _text(name, value) for name, value in named.items()})
-    table = Table(title="Candidates", title_justify="left", box=None, padding=(0, 2))
-    table.add_column("")
-    for name in ("noise multiplier", "RMSE", "against the plan", "vectors of noise", "memory per device"):
-        table.add_column(name, justify="right")
+def _print(made: Plan, summary: dict[str, object]) -> None:
+    named = {_NAMES.get(name, name.replace("_", " ")): value for name, value in summary.items()}
+    show.print_pairs("Plan", {name: _text(name, value) for name, value in named.items() if value is not None})
+    columns = ("", "noise multiplier", "RMSE", "against the plan", "vectors of noise", "memory per device")
+    rows = []
     for c in made.candidates:
-        vectors = "" if c.vectors is None else str(c.vectors)
+        vectors = "" if c.vectors is None else show.number(c.vectors)
         memory = "" if c.memory is None else show.size(c.memory)
         mark = "chosen" if c.noise_multiplier == made.noise_multiplier else f"{c.rmse / made.rmse:.3f}x"
-        table.add_row(c.name, f"{c.noise_multiplier:.4f}", f"{c.rmse:.5g}", mark, vectors, memory)
-    show.console.print(table)
+        rows.append((c.name, f"{c.noise_multiplier:.4f}", show.number(c.rmse, 5), mark, vectors, memory))
+    show.print_table("Candidates", columns, rows, styles={"chosen": "bold"})
+    for remark in _remarks(made):
+        show.say(remark)
+
+
+def _remarks(made: Plan) -> Iterator[str]:
     if made.choice:
-        show.console.print(f"{made.choice[0].upper()}{made.choice[1:]}.")
+        yield f"{made.choice[0].upper()}{made.choice[1:]}."
     limit = made.best_without_memory_limit
     if limit is not None:
-        cost = made.rmse / limit.rmse - 1
-        show.console.print(f"The memory limit costs {cost:.1%}: {limit.bands} bands would be best.")
+        yield f"The memory limit costs {made.rmse / limit.rmse - 1:.1%}: {limit.bands:,} bands would be best."
     if made.memory is None and made.bands > 1 and not made.in_bins:
-        show.console.print(
-            f"The noise needs {made.bands - 1} times the memory of the model's gradients; give --parameters and "
+        yield (
+            f"The noise needs {made.bands - 1:,} times the memory of the model's gradients; give --parameters and "
             "--memory for a plan that fits."
         )
     if made.epsilon == math.inf:
-        show.console.print("There is not enough noise for any guarantee; see also --explain.")
+        yield "There is not enough noise for any guarantee; see also --explain."
     elif made.certificate is not None:
-        show.console.print(
-            f"Certified by {made.certificate.samples:,} samples: epsilon = {made.spent():.6g}; see also --explain."
-        )
+        samples = f"{made.certificate.samples:,}"
+        yield f"Certified by {samples} samples: epsilon = {made.spent():.6g}; see also --explain."
     else:
-        show.console.print("The accountant confirms epsilon =", f"{made.spent():.6g}; see also --explain.")
+        yield f"The accountant confirms epsilon = {made.spent():.6g}; see also --explain."
 
 
 def _text(name: str, value: object) -> str:
-    if "memory" in name and isinstance(value, float):
-        return show.size(value)
-    return "-" if value is None else f"{value:.7g}" if isinstance(value, float) else str(value)
+    return show.size(value) if "memory" in name and isinstance(value, float) else show.number(value)

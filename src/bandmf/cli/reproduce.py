@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from bandmf import paper
-from bandmf.cli import show
+from bandmf.cli import outputs, show
 from bandmf.paper import page
 from bandmf.paper.experiment import Experiment
 from bandmf.paper.run import run
 
-_EXAMPLE = "Example: bandmf reproduce against_epsilon example --quick --out reproduction"
+EXAMPLE = "Example: bandmf reproduce against_epsilon example --quick --out reproduction"
 _COLORS = {"holds": "green", "holds with a remark": "yellow", "does not hold": "red", "not judged": "dim"}
 
 
@@ -41,6 +40,7 @@ def reproduce(
     chosen = paper.NAMES if names == ["all"] else tuple(dict.fromkeys(names))
     if jobs == 0 or jobs < -1:
         raise ValueError(f"jobs={jobs}: must be -1 or at least 1")
+    outputs.check_folder("out", out)
     experiments, out = _find(chosen, everything=names == ["all"]), out.resolve()
     page.check(out)
     out.mkdir(parents=True, exist_ok=True)
@@ -57,10 +57,7 @@ def reproduce(
         _print_json(judged, seconds)
         return
     _print(judged)
-    show.console.print(f"\n{page.count(judged)}. The page: {written}", highlight=False)
-
-
-reproduce.__doc__ = f"Compute the paper's figures, tables and claims again.\n\n{_EXAMPLE}"
+    show.say(f"\n{page.count(judged)}. The page: {written}")
 
 
 def _find(names: tuple[str, ...], everything: bool) -> list[Experiment]:
@@ -73,7 +70,7 @@ def _find(names: tuple[str, ...], everything: bool) -> list[Experiment]:
             missing = f"{name}: needs {error.name}; pip install 'bandmf[torch]'"
             if not everything:
                 raise ValueError(missing) from error
-            show.messages.print(f"left out: {missing}", highlight=False)
+            show.messages.print(f"left out: {missing}", markup=False)
     return found
 
 
@@ -83,7 +80,7 @@ def _run(
     """Seconds of each experiment; None where nothing had to be computed."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     seconds: dict[str, float | None] = {}
-    with Progress(*columns, console=show.messages, transient=True) as bars:
+    with show.bars(*columns) as bars:
         whole = bars.add_task("experiments", total=len(experiments))
         for one in experiments:
             bar, start = bars.add_task(one.name, total=None), time.perf_counter()
@@ -107,13 +104,9 @@ def _print_names(as_json: bool) -> None:
         rows = [{"name": one.name, "title": one.title, "place": one.place} for one in found]
         show.print_json({"experiments": rows})
         return
-    table = Table(title="bandmf reproduce NAME..., or all", title_justify="left", box=None, padding=(0, 1))
-    table.add_column("name", no_wrap=True)
-    for name in ("what", "in the paper"):
-        table.add_column(name)
-    for one in found:
-        table.add_row(one.name, one.title, one.place)
-    show.console.print(table)
+    columns = ("name", "what", "in the paper")
+    shown = [(one.name, one.title, one.place) for one in found]
+    show.print_table("bandmf reproduce NAME..., or all", columns, shown, text=columns[1:])
 
 
 def _print_json(judged: list[page.Judged], seconds: dict[str, float | None]) -> None:
@@ -129,11 +122,9 @@ def _print_json(judged: list[page.Judged], seconds: dict[str, float | None]) -> 
 
 
 def _print(judged: list[page.Judged]) -> None:
-    table = Table(box=None, padding=(0, 1), show_edge=False)
-    for name in ("claim", "verdict", "our number"):
-        table.add_column(name)
+    rows = []
     for each in judged:
-        color = _COLORS[each.verdict.outcome]
         words = "; ".join(part for part in (each.verdict.number, each.verdict.remark) if part)
-        table.add_row(each.claim.statement, f"[{color}]{each.verdict.outcome}[/]", words)
-    show.console.print(table, highlight=False)
+        rows.append((each.claim.statement, each.verdict.outcome, words))
+    columns = ("claim", "verdict", "our number")
+    show.print_table("", columns, rows, text=("claim", "our number"), styles=_COLORS)

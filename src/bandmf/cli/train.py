@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from bandmf import _check, plots
-from bandmf.cli import show
+from bandmf.cli import outputs, show
 from bandmf.demo import datasets
 from bandmf.planning import Plan
 from bandmf.planning import plan as make_plan
@@ -25,7 +24,7 @@ COVERS = (
     "Epsilon covers each final run on its own. It does not cover the search over learning rates, which trained on the "
     "same images, nor all seeds together."
 )
-_EXAMPLE = "Example: bandmf train --epsilon 8 --epochs 4 --plot train.png"
+EXAMPLE = "Example: bandmf train --epsilon 8 --epochs 4 --plot train.png"
 
 
 class Usual(NamedTuple):
@@ -62,11 +61,16 @@ def train(
     plot: Annotated[Path | None, typer.Option(help="Draw accuracy against step.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
+    outputs.check({"plot": plot})
+    _check.choice("dataset", dataset, datasets.NAMES)
+    _check.real("clip_norm", clip_norm, 0, open_low=True)
+    if learning_rates is not None:
+        _rates(learning_rates)
     for package in ("torch", "opacus"):
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"{package} is missing: training needs it; pip install 'bandmf[torch]'")
-    with show.status("loading images"):
-        tuning, images = datasets.hold_out(datasets.load(dataset, data))
+    with show.status("loading images") as line:
+        tuning, images = datasets.hold_out(_load(dataset, data, line))
     usual = _USUAL[images.name]
     seeds = _check.whole("seeds", usual.seeds if seeds is None else seeds)
     setting: dict[str, Any] = {
@@ -85,13 +89,21 @@ def train(
     }
     if plot is not None:
         curves = {name: [(h.steps, h.accuracies) for h in runs] for name, (_, runs) in results.items()}
-        title = f"{images.name}, epsilon={epsilon:g}, delta={setting['delta']:g}"
+        title = f"{images.name}, epsilon={epsilon:g}, delta={show.number(setting['delta'])}"
         plots.save(plots.accuracy(curves, title), plot)
     split = {"trained on": len(images.train), "tuned on": len(tuning.test), "tested on": len(images.test)}
     _report(plans, results, images.name, split, json)
 
 
-train.__doc__ = f"Train DP-SGD and BandMF on real images at the same privacy budget.\n\n{_EXAMPLE}"
+def _load(name: str, data: Path | None, line: show.Status) -> datasets.Images:
+    try:
+        return datasets.load(name, data, announce=_announce, progress=line.update)
+    except ValueError as error:  # the folder is --data here
+        raise ValueError(str(error).replace("folder=", "data=", 1)) from None
+
+
+def _announce(text: str) -> None:
+    show.messages.print(text, markup=False, soft_wrap=True)
 
 
 def _plans(setting: dict[str, Any]) -> dict[str, Plan]:
@@ -128,7 +140,7 @@ def _tune_and_run(
 
     spent = Spent(plan)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=show.messages, transient=True) as progress:
+    with show.bars(*columns) as progress:
         task = progress.add_task(name, total=(len(rates) + seeds) * plan.steps)
 
         def run(images: datasets.Images, rate: float, seed: int) -> History:
@@ -195,13 +207,14 @@ def _report(
         return
     plan = plans["BandMF"]
     title = (
-        f"{data}: {plan.steps} steps of {plan.batch_size:g}, epsilon={plan.epsilon:g}, delta={plan.delta:g}"
+        f"{data}: {plan.steps:,} steps of {plan.batch_size:g}, epsilon={plan.epsilon:g}, "
+        f"delta={show.number(plan.delta)}"
     )
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
-    for column in rows[0]:
-        table.add_column(column, justify="left" if column == "mechanism" else "right")
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    show.console.print(table)
-    show.console.print("Images: " + ", ".join(f"{count} {name}" for name, count in split.items()) + ".")
-    show.console.print(COVERS)
+    percents = ("accuracy", "lowest", "highest")
+    shown = [
+        [f"{value:.1%}" if name in percents else show.number(value) for name, value in row.items()]
+        for row in rows
+    ]
+    show.print_table(title, tuple(rows[0]), shown)
+    show.say("Images: " + ", ".join(f"{count:,} {name}" for name, count in split.items()) + ".")
+    show.say(COVERS)

@@ -6,22 +6,20 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import urllib.error
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from bandmf._files import write_whole
+from bandmf.demo import download
 
 Characters = npt.NDArray[np.int64]
 
 FILE = "tinyshakespeare.txt"
 _DOWNLOAD = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 _SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+_BYTES = 1_115_394
 _HELD_OUT = 20  # one part in so many is for validation, and one for testing
 
 
@@ -61,6 +59,8 @@ def load(name: str = "tiny Shakespeare", folder: str | Path | None = None) -> Te
 def tiny_shakespeare(folder: str | Path | None = None) -> Text:
     """Tiny Shakespeare (1.1 million characters, 65 different ones), its content checked."""
     path = (_downloaded() if folder is None else Path(folder)) / FILE
+    if not path.is_file():
+        raise ValueError(f"folder={str(folder)!r}: has no {FILE}; must be a folder with this file")
     content = path.read_bytes()
     found = hashlib.sha256(content).hexdigest()
     if found != _SHA256:
@@ -78,15 +78,8 @@ def topics(characters: int = 100_000) -> Text:
 
 def _downloaded() -> Path:
     """The folder with the text, fetched on first use."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache / "bandmf" / "text"
-    if not (folder / FILE).exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            with urllib.request.urlopen(_DOWNLOAD, timeout=10) as reply:
-                write_whole(folder / FILE, reply.read())
-        except (OSError, urllib.error.URLError) as error:
-            raise OSError(
-                f"tiny Shakespeare cannot be downloaded ({error}); give its folder, with {FILE} in it"
-            ) from None
-    return folder
+    file = download.File(FILE, _DOWNLOAD, _BYTES, _SHA256)
+    try:
+        return download.fetched("tiny Shakespeare", "text", [file])
+    except OSError as error:
+        raise OSError(f"{error}; give its folder, with {FILE} in it") from None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
 
 from bandmf.optimize.descent import Descent, Outcome
 from bandmf.strategies import Strategy
@@ -33,6 +35,22 @@ class Solution:
     def converged(self) -> bool:
         """Whether what was asked for was reached."""
         return self.outcome.reached
+
+    def __repr__(self) -> str:
+        proved = "no proof" if self.optimality_gap is None else f"optimality_gap={self.optimality_gap:.2g}"
+        return (
+            f"Solution({self.strategy!r}, rmse={self.rmse:.7g}, {proved}, converged={self.converged},\n"
+            f"         {self.iterations} iterations in {self.seconds:.2f} s: {self.message})"
+        )
+
+    def plot(self) -> Any:
+        """A figure of matplotlib: some columns of the strategy."""
+        # By name: pictures are drawn far below optimizers, which need no matplotlib.
+        return import_module("bandmf.plots.figures").columns(self.strategy)
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the numbers, and the picture."""
+        return import_module("bandmf.plots.notebook").solution(self)
 
     @staticmethod
     def of(

@@ -42,7 +42,8 @@ class Candidate(NamedTuple):
     @property
     def name(self) -> str:
         """For people: "BLT(4) in bins", "32 bands"."""
-        what = {"blt": "BLT({})", "banded-inverse": "inverse({})"}.get(self.mechanism, "{} bands")
+        bands = "{} band" if self.bands == 1 else "{} bands"
+        what = {"blt": "BLT({})", "banded-inverse": "inverse({})"}.get(self.mechanism, bands)
         where = {"balls-in-bins": " in bins", "b-min-sep": ", b-min-sep"}.get(self.sampling, "")
         return what.format(self.bands) + where
 

@@ -10,19 +10,40 @@ as well.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
+from dataclasses import fields
 from typing import Any
 
 from bandmf.error import rmse
 from bandmf.optimize import banded_toeplitz, stretch
 from bandmf.planning.candidate import Candidate, Progress, mechanism_of
 from bandmf.planning.request import Request
+from bandmf.planning.setup import Setup
 from bandmf.strategies import BandedToeplitz, Strategy
 
 _POLISHED_BANDS = 256  # beyond, normalizing inside the optimization is slow and changes nothing
 _NORMALIZED_BANDS = 1024  # beyond, normalizing takes matrices of bands x bands for half a percent: left out
 _LAST_COMPARED = 1 << 20  # bands; more are only evaluated where the search leads there
 _QUICKLY_EVALUATED = 256  # bands; among so few the search looks closer
+_NEIGHBOR = 1.42  # times the bands; between a power of two and such neighbors a picture needs no more points
 _NEAR_ENOUGH = 0.1  # of the best bands, relatively: the error changes by a few ten-thousandths
+
+
+def between(
+    plan: Setup, epsilon: float, known: Collection[int], progress: Progress | None = None
+) -> tuple[Candidate, ...]:
+    """Candidates for cyclic Poisson sampling at powers of two that are not near a known number of bands.
+
+    The search takes large steps; for a picture, lines across them would be guesses.
+    """
+    setup = {part.name: getattr(plan, part.name) for part in fields(Setup)} | {"sampling": "cyclic-poisson"}
+    request = Request(**setup, epsilon=epsilon, noise_multiplier=None, bands=None, strategy=None)
+    found = Candidates(request, progress)
+    most = min(request.most_bands, _NORMALIZED_BANDS)
+    for bands in (2**k for k in range(most.bit_length())):
+        if bands == 1 or not any(bands / _NEIGHBOR < other < bands * _NEIGHBOR for other in known):
+            found.evaluate(bands)
+    return found.all()
 
 
 def normalization(bands: int) -> str | bool:

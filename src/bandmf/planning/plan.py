@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from bandmf.accounting.verified import CERTIFICATES, Certificate, subject, verif
 from bandmf.error import mean_squared_error, rmse
 from bandmf.participation import Participation
 from bandmf.planning import plan_file
-from bandmf.planning.candidate import Candidate, checked_candidate, mechanism_of
+from bandmf.planning.candidate import Candidate, Progress, checked_candidate, mechanism_of
+from bandmf.planning.candidates import between
 from bandmf.planning.explain import explain
 from bandmf.planning.setup import Setup
 from bandmf.sampling import cycle_length
@@ -337,6 +339,36 @@ class Plan(Setup):
     def explain(self) -> str:
         """In words and numbers: what is guaranteed, to whom, under which sampling, what must not change."""
         return explain(self)
+
+    def plot(self, progress: Progress | None = None) -> Any:
+        """A figure of matplotlib: error against bands, what was chosen, and what the memory limit permits.
+
+        Numbers of bands that the search passed over are evaluated for it, which takes a few seconds.
+        """
+        # By name: pictures are drawn far below plans, and plans are made where nothing is drawn.
+        drawn = import_module("bandmf.plots.planned")
+        return drawn.plan(self, (*self.candidates, *self._passed_over(progress)))
+
+    def _passed_over(self, progress: Progress | None) -> tuple[Candidate, ...]:
+        families = {(c.sampling, c.mechanism) for c in self.candidates if c.sampling != "balls-in-bins"}
+        if not self.amplified or self.epsilon == math.inf or self.workload.coefficients is None:
+            return ()
+        if families - {("cyclic-poisson", "banded")}:  # of other kinds there is nothing to put between
+            return ()
+        known = {c.bands for c in self.candidates if c.sampling == "cyclic-poisson"}
+        return tuple(c for c in between(self, self.epsilon, known, progress) if c.bands not in known)
+
+    def __repr__(self) -> str:
+        data = f"batch_size={self.batch_size:g}, examples={self.examples}"
+        return (
+            f"Plan(epsilon={self.epsilon:g}, delta={self.delta:g}, steps={self.steps}, {data},\n"
+            f"     sampling={self.sampling!r}, mechanism={self.mechanism!r}, bands={self.bands}, "
+            f"noise_multiplier={self.noise_multiplier:.6g})"
+        )
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the numbers, the candidates, and their picture."""
+        return import_module("bandmf.plots.notebook").plan(self)
 
     def summary(self) -> dict[str, Any]:
         """The numbers that people look for, by name."""

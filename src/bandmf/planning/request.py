@@ -136,8 +136,8 @@ def _check_choice(request: Request) -> None:
         request.vectors_of(request.strategy)  # refuses what does not fit
     elif request.bands is not None:
         bands, name = request.bands, "bands"
-        if _check.whole(name, bands) > request.bands_in_memory:
-            held = f"memory holds the noise of at most {request.bands_in_memory} bands"
+        if request.max_vectors is not None and _check.whole(name, bands) > request.max_vectors + 1:
+            held = f"memory holds the noise of at most {request.max_vectors + 1} bands"
             raise _check.fail(name, bands, held, "give more memory=")
     elif request.noise_multiplier is not None and request.participation is None:
         raise _check.fail(

@@ -29,11 +29,16 @@ def save(strategy: Strategy, path: str | Path) -> Path:
     ...     load(file)
     BandedToeplitz(steps=3, bands=2)
     """
-    path = Path(path)
-    path = path if path.suffix == ".npz" else path.with_name(path.name + ".npz")
+    path = file_name(path)
     contents: dict[str, Any] = {"schema": _SCHEMA, **to_arrays(strategy)}
     np.savez_compressed(path, **contents)
     return path
+
+
+def file_name(path: str | Path) -> Path:
+    """Where `save` will write."""
+    path = Path(path)
+    return path if path.suffix == ".npz" else path.with_name(path.name + ".npz")
 
 
 def to_arrays(strategy: Strategy) -> dict[str, np.ndarray]:

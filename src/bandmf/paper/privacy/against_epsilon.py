@@ -136,10 +136,10 @@ def trends(table: Table) -> Verdict:
 def draw(table: Table) -> Figure:
     figure, (axis,) = plots.panels(1, width=7.6, height=4.6)
     epsilons = table.values("epsilon")
-    mechanisms.draw(axis, epsilons, [ratios(table, epsilon) for epsilon in epsilons], "epsilon")
+    ends = mechanisms.draw(axis, epsilons, [ratios(table, epsilon) for epsilon in epsilons], "epsilon")
     steps = table.values("steps")[0]
     axis.set_title(f"{steps:,} steps, {EPOCHS} epochs, delta 1e-8")
-    axis.legend(frameon=False, fontsize=9, bbox_to_anchor=(1.01, 1), loc="upper left")
+    plots.end_labels(axis, ends)
     return figure
 
 

@@ -123,9 +123,10 @@ def draw(table: Table) -> Figure:
     figure, (left, right) = plots.panels(2, width=6.6, height=4.6)
     all_steps = table.values("steps")
     middle = next(s for s in all_steps if len(table.where(steps=s).values("epochs")) > 1)
-    mechanisms.draw(left, all_steps, [at(table, steps, EPOCHS) for steps in all_steps], "steps")
+    ends = mechanisms.draw(left, all_steps, [at(table, steps, EPOCHS) for steps in all_steps], "steps")
     epochs = table.where(steps=middle).values("epochs")
-    mechanisms.draw(right, epochs, [at(table, middle, k) for k in epochs], "epochs")
+    plots.end_labels(left, ends)
+    plots.end_labels(right, mechanisms.draw(right, epochs, [at(table, middle, k) for k in epochs], "epochs"))
     left.set_title(f"{EPOCHS} epochs, epsilon {EPSILON:g}")
     right.set_title(f"{middle:,} steps, epsilon {EPSILON:g}")
     if len(all_steps) > 4:
@@ -133,7 +134,6 @@ def draw(table: Table) -> Figure:
             all_steps, [f"{steps // 1000}k" if steps % 1000 == 0 else str(steps) for steps in all_steps]
         )
         left.tick_params(axis="x", labelrotation=45)
-    right.legend(frameon=False, fontsize=9, bbox_to_anchor=(1.01, 1), loc="upper left")
     return figure
 
 

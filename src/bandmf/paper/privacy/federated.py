@@ -200,7 +200,7 @@ def draw(table: Table) -> Figure:
     figure, (left, right) = plots.panels(2, width=6.2, height=4.4)
     largest = max(table.values("made_for"))
     buffered = blt(BUFFERS[-1], largest)
-    colors = {buffered: plots.COLORS[1], PLAIN: plots.COLORS[0], HEURISTIC: plots.COLORS[2]}
+    colors = {buffered: plots.color("BLT"), PLAIN: plots.color("BandMF"), HEURISTIC: plots.COLORS[2]}
     for name, color in colors.items():
         rows = Table(row for row in table.where(strategy=name) if row["lag"] is not None)
         left.plot(

@@ -9,26 +9,19 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 
-from bandmf import accounting, optimize, plots, strategies
+from bandmf import accounting, optimize, strategies
 from bandmf.error import rmse
 from bandmf.paper.experiment import Point
 from bandmf.paper.privacy import grid
 from bandmf.paper.table import Row, Table
 from bandmf.participation import MinSeparation
 from bandmf.planning.compare import unamplified_strategies
+from bandmf.plots.style import End, end_of, line_of
 from bandmf.strategies import Strategy
 
 OURS, UNAMPLIFIED = "Amplified BandMF", "Unamplified BandMF"
 # In the paper's order. DP-SGD and both kinds of BandMF are rows of "BandMF" with other numbers of bands.
-COLORS = {
-    "DP-SGD": plots.COLORS[6],
-    "Tree aggregation": plots.COLORS[4],
-    "Stamping": plots.COLORS[3],
-    "FHU": plots.COLORS[2],
-    "BLT": plots.COLORS[1],
-    UNAMPLIFIED: plots.COLORS[5],
-    OURS: plots.COLORS[0],
-}
+NAMES = ("DP-SGD", "Tree aggregation", "Stamping", "FHU", "BLT", UNAMPLIFIED, OURS)
 BUFFERS = (1, 2, 3, 4, 5)
 
 
@@ -122,7 +115,7 @@ def compared(table: Table, steps: int, epochs: int, epsilon: float) -> dict[str,
         UNAMPLIFIED: banded.where(bands=steps // epochs),
         OURS: banded,
     }
-    found = {name: of.get(name, here.where(mechanism=name)) for name in COLORS}
+    found = {name: of.get(name, here.where(mechanism=name)) for name in NAMES}
     return {name: float(grid.least(rows)["rmse"]) for name, rows in found.items() if rows}
 
 
@@ -138,16 +131,16 @@ def next_best(ratios: dict[str, float]) -> tuple[str, float]:
     return name, ratios[name]
 
 
-def draw(axis: Axes, places: Sequence[float], ratios: Sequence[dict[str, float]], label: str) -> None:
-    """Ratios of all mechanisms at several places of the x axis."""
-    for name, color in COLORS.items():
+def draw(axis: Axes, places: Sequence[float], ratios: Sequence[dict[str, float]], label: str) -> list[End]:
+    """Ratios of all mechanisms at several places of the x axis; the ends of the lines, to be named."""
+    ends = []
+    for name in NAMES:
         known = [(x, at[name]) for x, at in zip(places, ratios, strict=True) if name in at]
-        width = 2.4 if name == OURS else 1.5
-        axis.plot(
-            *zip(*known, strict=True), color=color, linewidth=width, marker="o", markersize=4, label=name
-        )
+        axis.plot(*zip(*known, strict=True), **line_of(name))
+        ends.append(end_of(name, *known[-1]))
     axis.set(xscale="log", yscale="log", xlabel=label, ylabel="RMSE over amplified BandMF's")
     plain_ticks(axis, places, [1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32])
+    return ends
 
 
 def plain_ticks(axis: Axes, x: Sequence[float], y: Sequence[float] = ()) -> None:

@@ -15,8 +15,8 @@ from bandmf import optimize, plots, strategies
 from bandmf.error import rmse
 from bandmf.optimize import Solution
 from bandmf.paper.experiment import Claim, Experiment, Point, Verdict, not_judged
-from bandmf.paper.strategies.ticks import plain
 from bandmf.paper.table import Row, Table
+from bandmf.plots.ticks import plain
 
 EXPLICIT = "explicit (prior work)"
 BANDED = "general banded"

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 
 from bandmf import optimize, plots
 from bandmf.paper.experiment import Claim, Experiment, Point, Verdict, not_judged
-from bandmf.paper.strategies.ticks import plain
 from bandmf.paper.table import Row, Table
+from bandmf.plots.ticks import plain
 
 CASES = ((2**16, 64, "max"), (10**9, 16, "mean"))  # the paper's own example; one far beyond it
 

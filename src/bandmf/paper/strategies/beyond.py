@@ -13,8 +13,8 @@ from bandmf.error import per_step_error
 from bandmf.optimize.certificate import optimality_gap
 from bandmf.optimize.objectives import Objective
 from bandmf.paper.experiment import Claim, Experiment, Point, Verdict, not_judged
-from bandmf.paper.strategies.ticks import plain
 from bandmf.paper.table import Row, Table
+from bandmf.plots.ticks import plain
 from bandmf.workloads import prefix
 
 LARGE = (10**5, 10**6)

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from bandmf import optimize, plots, strategies
 from bandmf.error import rmse
 from bandmf.paper.experiment import Claim, Experiment, Point, Verdict, not_judged
-from bandmf.paper.strategies.ticks import plain
 from bandmf.paper.table import Row, Table
+from bandmf.plots.ticks import plain
 
 BANDS = (2, 4, 16, 64, 256, 1024)
 SHARES = (1, 4, 16, 256, 4096, 2**20)  # steps for each band

@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from bandmf import plots, strategies, workloads
 from bandmf.noise.schedule import BYTES_PER_NUMBER
 from bandmf.paper.experiment import Claim, Experiment, Point, Verdict
-from bandmf.paper.strategies.ticks import plain
 from bandmf.paper.table import Row, Table
 from bandmf.planning.setup import Setup
+from bandmf.plots.ticks import plain
 
 GB = 10**9
 ROUGHLY = 0.1  # how the paper's "roughly" and round numbers are read

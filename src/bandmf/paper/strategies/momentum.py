@@ -7,8 +7,8 @@ from matplotlib.figure import Figure
 from bandmf import optimize, plots, workloads
 from bandmf.error import rmse
 from bandmf.paper.experiment import Claim, Experiment, Point, Verdict, not_judged
-from bandmf.paper.strategies.ticks import plain
 from bandmf.paper.table import Row, Table
+from bandmf.plots.ticks import plain
 
 STEPS, BANDS, MOMENTA = (256, 1024, 4096), (4, 16, 64), (0.0, 0.9, 0.95)
 PROOF = 5e-3

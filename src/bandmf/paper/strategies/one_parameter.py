@@ -6,8 +6,8 @@ from matplotlib.figure import Figure
 
 from bandmf import optimize, plots
 from bandmf.paper.experiment import Claim, Experiment, Point, Verdict, not_judged
-from bandmf.paper.strategies.ticks import plain
 from bandmf.paper.table import Row, Table
+from bandmf.plots.ticks import plain
 
 BANDS = (4, 16, 64, 256)
 STEPS = tuple(4**k for k in range(2, 11))

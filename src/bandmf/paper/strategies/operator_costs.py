@@ -14,9 +14,9 @@ from matplotlib.figure import Figure
 from bandmf import plots, strategies, workloads
 from bandmf.error.toeplitz import ToeplitzError, mean_weights
 from bandmf.paper.experiment import Claim, Experiment, Point, Verdict, not_judged
-from bandmf.paper.strategies.ticks import plain
 from bandmf.paper.strategies.timing import least_seconds, streamed_errors
 from bandmf.paper.table import Row, Table
+from bandmf.plots.ticks import plain
 
 GENERIC, TOEPLITZ = "any pair of operators", "Toeplitz, loss and gradient"
 MIDDLE = {GENERIC: (4096, 32), TOEPLITZ: (2**20, 32)}  # (steps, bands) about which each is varied

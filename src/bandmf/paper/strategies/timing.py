@@ -20,8 +20,8 @@ from bandmf.optimize.banded import NormalizedLoss
 from bandmf.optimize.dense import BandSearch, Classes, squared_errors
 from bandmf.optimize.objectives import Objective
 from bandmf.paper.experiment import Claim, Experiment, Point, Verdict, not_judged
-from bandmf.paper.strategies.ticks import plain
 from bandmf.paper.table import Row, Table
+from bandmf.plots.ticks import plain
 
 EXPLICIT, STREAMED, BANDED, TOEPLITZ = "explicit", "streamed rows", "general banded", "Toeplitz"
 BANDS, LIMIT = 16, 60.0

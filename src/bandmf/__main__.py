@@ -1,0 +1,5 @@
+"""`python -m bandmf`: the command line."""
+
+from bandmf.cli import main
+
+main()
