@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from bandmf.cli import bench, compare, optimize, plan, reproduce, train
+from bandmf.cli import bench, compare, optimize, plan, reproduce, train, web
 
 app = typer.Typer(
     help="Train machine-learning models with differential privacy at the lowest noise.",
@@ -20,6 +20,7 @@ app.command("compare")(compare.compare_command)
 app.command("train")(train.train)
 app.command("optimize")(optimize.optimize)
 app.command("reproduce")(reproduce.reproduce)
+app.command("web")(web.web)
 
 benchmarks = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 benchmarks.command("noise")(bench.noise)
