@@ -44,26 +44,41 @@ def main() -> None:
 
 
 def _inputs() -> Question | None:
-    """The question; None, with the reason shown, where the inputs make none."""
+    """The question; None, with the reason shown, where the inputs make none.
+
+    All inputs are drawn before any is read: Streamlit forgets what was typed into one that is not drawn.
+    """
+    with st.container(border=True):
+        st.subheader("Privacy", anchor=False)
+        epsilon, delta, note = _budget()
+    with st.container(border=True):
+        st.subheader("Data and training", anchor=False)
+        training = _training()
+    with st.container(border=True):
+        st.subheader("Model and machines", anchor=False)
+        model = _model()
     try:
-        with st.container(border=True):
-            st.subheader("Privacy", anchor=False)
-            epsilon, delta, note = _budget()
-        with st.container(border=True):
-            st.subheader("Data and training", anchor=False)
-            training = _training()
-        least = 1 / training["examples"]
-        note.caption(f"The probability with which that may fail. Keep it below 1 / examples = {least:.2g}.")
-        with st.container(border=True):
-            st.subheader("Model and machines", anchor=False)
-            model = _model()
-        question = Question(epsilon=epsilon, delta=delta, **training, **model)
-        question.request()
+        question = _question(epsilon, delta, training, model)
     except ValueError as error:
         st.error(f"{error}")
         return None
+    least = 1 / question.examples
+    note.caption(f"The probability with which that may fail. Keep it below 1 / examples = {least:.2g}.")
     if warning := words.delta_warning(question):
         st.warning(warning)
+    return question
+
+
+def _question(epsilon: float, delta: float, training: dict[str, Any], model: dict[str, Any]) -> Question:
+    """The inputs as numbers, if they make sense together."""
+    examples, parameters = count("examples", training["examples"]), count("parameters", model["parameters"])
+    if examples is None:
+        raise ValueError("examples: must be given, such as 60000, 60k or 1.5M")
+    if parameters is None:  # then nothing can be said of memory
+        model = {}
+    numbers = {**training, **model, "examples": examples, "parameters": parameters}
+    question = Question(epsilon=epsilon, delta=delta, **numbers)
+    question.request()
     return question
 
 
@@ -79,38 +94,31 @@ def _budget() -> tuple[float, float, DeltaGenerator]:
 
 
 def _training() -> dict[str, Any]:
-    examples = count("examples", st.text_input("Examples", "60k", key="examples"))
-    if examples is None:
-        raise ValueError("examples: must be given, such as 60000, 60k or 1.5M")
-    st.caption(f"{words.people(examples)} in the data set.")
+    examples = st.text_input("Examples", "60k", key="examples")
+    st.caption("In the data set: 60000, 60k and 1.5M are understood.")
     batch_size = st.number_input("Batch size", 1, None, 512, 64, key="batch_size")
     st.caption("Examples in a step, on average. Larger batches drown out noise, and take more time.")
     by = st.radio("Length", ("epochs", "steps"), horizontal=True, key="by")
+    given: dict[str, Any] = {"examples": examples, "batch_size": int(batch_size)}
     if by == "epochs":
-        epochs = st.slider("Epochs", 1, 50, 8, key="epochs")
+        given["epochs"] = st.slider("Epochs", 1, 50, 8, key="epochs")
         st.caption("Passes over the data.")
-        return {"examples": examples, "batch_size": int(batch_size), "epochs": epochs}
-    steps = st.number_input("Steps", 1, None, 1000, 100, key="steps")
-    st.caption("Updates of the weights.")
-    return {"examples": examples, "batch_size": int(batch_size), "steps": int(steps)}
+    else:
+        given["steps"] = int(st.number_input("Steps", 1, None, 1000, 100, key="steps"))
+        st.caption("Updates of the weights.")
+    return given
 
 
 def _model() -> dict[str, Any]:
-    parameters = count("parameters", st.text_input("Parameters of the model", "25M", key="parameters"))
-    unknown = parameters is None
-    st.caption(
-        "Leave empty if unknown: then nothing is said about memory."
-        if parameters is None
-        else f"{words.people(parameters)} that are trained."
-    )
+    parameters = st.text_input("Parameters of the model", "25M", key="parameters")
+    st.caption("That are trained; empty if unknown, and then nothing is said of memory.")
+    unknown = not parameters.strip()
     devices = st.number_input("Devices", 1, 65536, 1, key="devices", disabled=unknown)
     st.caption("GPUs or machines that share the noise.")
     memory = st.text_input(
         "Memory for noise on each device", "", placeholder="any", key="memory", disabled=unknown
     )
     st.caption('Such as "2 GB"; empty for as much as it takes.')
-    if parameters is None:
-        return {}
     return {"parameters": parameters, "devices": int(devices), "memory": memory.strip() or None}
 
 
