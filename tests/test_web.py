@@ -76,6 +76,7 @@ def test_the_curve_marks_the_chosen_bands_and_what_memory_does_not_hold(small):
     assert all(point.mean_rmse >= chosen.mean_rmse for point in points)
     eight = bandmf.plan(**SMALL.arguments(figures.CYCLIC), bands=8).mean_rmse
     assert {point.bands: point.mean_rmse for point in points}[8] == pytest.approx(eight, rel=1e-3)
+    assert [point.bands for point in points if point.unsampled] == [10]
     limited = figures.cyclic(MODEL)  # 10 MB on each of two devices are 5 vectors: 6 bands
     assert {point.fits for point in figures.octaves(limited, MODEL) if point.bands > 6} == {False}
     assert {point.fits for point in figures.octaves(limited, MODEL) if point.bands <= 6} == {True}
@@ -285,11 +286,12 @@ def test_a_browser_loads_slides_downloads_and_certifies(tmp_path):
         for _ in range(6):  # 2e-6, 5e-6, 1e-5 and on to 1e-4
             page.get_by_role("slider", name="Delta").press("ArrowLeft")
         page.get_by_role("slider", name="Epsilon").press("ArrowRight")
-        settled(page)
         question = Question(**{**vars(SMALL), "parameters": 25_000_000})
         made = figures.cyclic(question)
-        assert page.get_by_text(f"{made.mean_rmse:.3g}", exact=True).first.is_visible()
-        assert page.get_by_text(f"{made.bands} bands", exact=True).first.is_visible()
+        page.get_by_text(made.digest).wait_for()
+        for number in (f"{made.mean_rmse:.3g}", f"{made.bands} bands", f"{made.memory / 1e6:.0f} MB"):
+            assert page.get_by_text(number, exact=True).first.is_visible(), number
+        settled(page)
         assert page.locator(".vega-embed").count() == 2
 
         with page.expect_download() as downloading:
@@ -299,8 +301,8 @@ def test_a_browser_loads_slides_downloads_and_certifies(tmp_path):
 
         page.get_by_role("button", name="Certify the best of all").click()
         page.get_by_text("The best plan of all").wait_for()
-        settled(page)
         certified = figures.certified(question)
+        page.get_by_text(certified.digest).wait_for()
         assert page.get_by_text(f"{certified.mean_rmse:.3g}", exact=True).first.is_visible()
 
         assert _only_here(here.port)

@@ -7,7 +7,7 @@ from typing import Any
 import altair as alt
 
 from bandmf.web.figures import Mechanism, Point
-from bandmf.web.words import size
+from bandmf.web.words import counted, size
 
 # Okabe and Ito's colors, told apart by every kind of color vision. A name takes the first that it begins with.
 COLORS = {
@@ -25,6 +25,7 @@ COLORS = {
     "Dense": "#5F6B73",
 }
 _CHOSEN, _TOO_LARGE = "#D55E00", "#9AA5AB"
+_TEXT = "#7B8494"  # to be read on white and on black
 _LONGEST_BAR = 4.0  # times the plan's error; longer ones are cut, and say by how much they are longer
 
 
@@ -45,7 +46,7 @@ def bands(points: list[Point]) -> alt.LayerChart:
             "bands": point.bands,
             "error": point.mean_rmse,
             "kind": "chosen" if point.chosen else "fits" if point.fits else "too large",
-            "label": _label(point, last),
+            "label": _label(point),
         }
         for point in points
     ]
@@ -84,23 +85,30 @@ def bands(points: list[Point]) -> alt.LayerChart:
     return (line + dots + texts).properties(height=290)
 
 
-def _label(point: Point, last: int) -> str:
-    if point.chosen:
-        return f"{point.bands} bands"
-    return "DP-SGD" if point.bands == 1 else "no sampling" if point.bands == last else ""
+def _label(point: Point) -> str:
+    if point.chosen and point.bands > 1:
+        return counted(point.bands, "band")
+    return "DP-SGD" if point.bands == 1 else "no sampling" if point.unsampled else ""
 
 
-def mechanisms(rows: list[Mechanism], plans: float) -> alt.LayerChart:
-    """Every mechanism's error over the plan's (`plans`), best first; estimates are pale."""
-    bars = [_bar(row, plans) for row in sorted(rows, key=lambda row: row.mean_rmse)]
+def mechanisms(rows: list[Mechanism], plans: float | None) -> alt.LayerChart:
+    """Every mechanism's error over the plan's (`plans`, or the least where there is none), best first.
+
+    Estimates are pale.
+    """
+    rows = sorted(rows, key=lambda row: row.mean_rmse)
+    bars = [_bar(row, plans, rows[0].mean_rmse) for row in rows]
     longest = min(max(bar["ratio"] for bar in bars), _LONGEST_BAR)
     base = alt.Chart(alt.Data(values=bars)).encode(
         y=alt.Y(
-            "name:N", sort=None, title=None, axis=alt.Axis(labelLimit=240, labelFontSize=13, ticks=False)
+            "name:N",
+            sort=[row.name for row in rows],
+            title=None,
+            axis=alt.Axis(labelLimit=240, labelFontSize=13, ticks=False),
         ),
         x=alt.X(
             "shown:Q",
-            title="error, in times the error of this plan",
+            title=f"error, in times the {'least' if plans is None else 'error of this plan'}",
             scale=alt.Scale(domain=[0, longest * 1.45], nice=False),
             axis=alt.Axis(values=[0, 1, 2, 3, 4], format="d"),
         ),
@@ -114,14 +122,14 @@ def mechanisms(rows: list[Mechanism], plans: float) -> alt.LayerChart:
     marks = base.mark_bar(height={"band": 0.7}, cornerRadiusEnd=3).encode(
         color=alt.Color("color:N", scale=None), opacity=alt.Opacity("opacity:Q", scale=None)
     )
-    text = base.mark_text(align="left", dx=6, fontSize=12).encode(text="label:N")
+    text = base.mark_text(align="left", dx=6, fontSize=12, color=_TEXT).encode(text="label:N")
     return (marks + text).properties(height=alt.Step(25))
 
 
-def _bar(row: Mechanism, plans: float) -> dict[str, Any]:
-    ratio = row.mean_rmse / plans
-    memory = f"{row.vectors} vectors" if row.memory is None else size(row.memory)
-    own = " (this plan)" if abs(ratio - 1) < 1e-9 else ""
+def _bar(row: Mechanism, plans: float | None, least: float) -> dict[str, Any]:
+    ratio = row.mean_rmse / (plans or least)
+    memory = counted(row.vectors, "vector") if row.memory is None else size(row.memory)
+    own = " (this plan)" if plans is not None and abs(ratio - 1) < 1e-9 else ""
     label = (
         f"{ratio:.2f}{own}" + (", estimate" if row.estimated else "") + ("" if row.fits else ", too large")
     )

@@ -23,6 +23,7 @@ from bandmf.planning.candidate import Progress
 from bandmf.planning.candidates import Candidates
 from bandmf.planning.compare import unamplified_strategies
 from bandmf.planning.planner import plan
+from bandmf.planning.request import Request
 from bandmf.planning.setup import no_bins, whole_cycle
 from bandmf.strategies import Identity, Strategy
 from bandmf.web.question import Question
@@ -53,7 +54,8 @@ class Point(NamedTuple):
     bands: int
     mean_rmse: float
     chosen: bool
-    fits: bool
+    fits: bool  # into the memory for noise
+    unsampled: bool  # with so many bands every batch is a whole part of the data
 
 
 class Needs(NamedTuple):
@@ -75,17 +77,8 @@ def certified(question: Question, progress: Progress | None = None) -> Plan:
 
 def curve(made: Plan, question: Question) -> list[Point]:
     """Error against bands, for cyclic Poisson sampling."""
-    most = question.request().bands_in_memory
-    return [
-        Point(
-            each.bands,
-            each.rmse / question.batch_size,
-            not made.in_bins and each.bands == made.bands,
-            each.bands <= most,
-        )
-        for each in made.candidates
-        if each.sampling == CYCLIC
-    ]
+    request, chosen = question.request(CYCLIC), 0 if made.in_bins else made.bands
+    return [_point(each, request, chosen) for each in made.candidates if each.sampling == CYCLIC]
 
 
 def octaves(made: Plan, question: Question) -> list[Point]:
@@ -95,9 +88,18 @@ def octaves(made: Plan, question: Question) -> list[Point]:
     candidates, most = Candidates(request), min(request.most_bands, 256)
     for bands in (2**power for power in range(most.bit_length())):
         if bands not in known:
-            error = candidates.evaluate(bands).rmse / question.batch_size
-            known[bands] = Point(bands, error, False, bands <= request.bands_in_memory)
+            known[bands] = _point(candidates.evaluate(bands), request, 0)
     return [known[bands] for bands in sorted(known)]
+
+
+def _point(each: Candidate, request: Request, chosen: int) -> Point:
+    return Point(
+        each.bands,
+        each.rmse / request.batch_size,
+        chosen=each.bands == chosen,
+        fits=each.bands <= request.bands_in_memory,
+        unsampled=max(event.sampling_probability for event in request.events_for(each.bands)) >= 1 - 1e-2,
+    )
 
 
 # --- other mechanisms -----------------------------------------------------------------------------------

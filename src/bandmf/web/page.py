@@ -131,9 +131,8 @@ def _answers(question: Question) -> None:
     sampling = CYCLIC if made is None else AUTO
     numbers, sentence, certifying = st.container(), st.container(), st.container()
     charts_of = st.container()
-    if made is None:
-        with numbers:
-            made = _searched(question)
+    with numbers:
+        made = _searched(question) if made is None else made
     if made is not None:
         with numbers:
             _numbers(made, question)
@@ -160,10 +159,11 @@ def _kept(question: Question) -> list[Plan]:
 
 def _searched(question: Question) -> Plan | None:
     """The plan with cyclic Poisson sampling; None, with the reason shown, where there is none."""
-    kept = _kept(question)
+    kept, line = _kept(question), st.empty()  # always there, so that nothing below it changes its place
     if kept:
         return kept[0]
-    line, started, seen = st.empty(), time.monotonic(), list[Candidate]()
+    line.caption("Searching.")
+    started, seen = time.monotonic(), list[Candidate]()
 
     def progress(found: Candidate | str) -> None:
         if isinstance(found, Candidate):
@@ -195,7 +195,8 @@ def _numbers(made: Plan, question: Question) -> None:
     if made.in_bins:
         name = {"blt": "BLT", "banded-inverse": "Inverse"}.get(made.mechanism, name)
     _quiet_metric(correlation, "Noise", name, f"multiplier {made.noise_multiplier:.3g}")
-    held = f"{made.vectors} vectors" if made.memory is None else words.size(made.memory)
+    vectors = words.counted(made.vectors, "vector")
+    held = vectors if made.memory is None else words.size(made.memory)
     _quiet_metric(
         memory, "Noise memory", held, f"{made.vectors} vectors" if made.memory else "on each device"
     )
@@ -247,9 +248,11 @@ def _certify(question: Question, made: Plan | None, sampling: str) -> None:
         st.success(f"The best plan of all, certified {how}. {made.choice[:1].upper()}{made.choice[1:]}.")
         return
     text, button = st.columns([2.4, 1], vertical_alignment="center")
+    here = "Shown is the best plan with **cyclic Poisson sampling**, certified by the accountant."
+    if made is None:
+        here = "There is no plan with **cyclic Poisson sampling** for this."
     text.markdown(
-        "Shown is the best plan with **cyclic Poisson sampling**, certified by the accountant. **Balls-in-bins** may "
-        "have less error, below as an estimate; to certify it takes up to a minute."
+        f"{here} **Balls-in-bins** may have less error, below as an estimate; to certify it takes up to a minute."
     )
     if button.button("Certify the best of all", type="primary", width="stretch", key="certify"):
         _run_certification(question)
@@ -283,7 +286,7 @@ def _mechanisms(question: Question, made: Plan | None, place: DeltaGenerator) ->
     try:
         for row in _each(question, made):
             rows.append(row)
-            plans = made.mean_rmse if made is not None else min(each.mean_rmse for each in rows)
+            plans = None if made is None else made.mean_rmse
             if len(rows) > 3:
                 chart.altair_chart(charts.mechanisms(rows, plans), width="stretch")
     except (ValueError, ArithmeticError) as error:  # budgets far from any use

@@ -29,7 +29,8 @@ _OPTIONS = {
     "global.developmentMode": "false",
     "logger.level": "error",
     "logger.hideWelcomeMessage": "true",
-    "theme.primaryColor": "#0072B2",
+    "theme.light.primaryColor": "#0072B2",
+    "theme.dark.primaryColor": "#56B4E9",
 }
 
 

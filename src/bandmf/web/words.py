@@ -33,6 +33,15 @@ def size(count: float) -> str:
     return f"{count / 1000**power:.3g} {('bytes', 'kB', 'MB', 'GB', 'TB')[power]}"
 
 
+def counted(number: int, thing: str) -> str:
+    """So many of it.
+
+    >>> counted(1, "band"), counted(16, "band")
+    ('1 band', '16 bands')
+    """
+    return f"{number} {thing}" + ("" if number == 1 else "s")
+
+
 def epsilon_in_words(epsilon: float) -> str:
     """What people usually make of an epsilon."""
     if epsilon <= 1:
