@@ -170,6 +170,11 @@ def test_the_page_is_for_this_machine_only_and_sends_nothing_home():
     assert "--server.port=9000" in options
 
 
+def test_help_shows_an_example():
+    result = CliRunner().invoke(app, ["web", "--help"])
+    assert "Example: bandmf web" in result.output
+
+
 def test_a_port_in_use_is_refused_and_another_found():
     with socket.socket() as taken:
         taken.bind((server.ADDRESS, 0))

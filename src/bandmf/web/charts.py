@@ -46,6 +46,7 @@ def bands(points: list[Point]) -> alt.LayerChart:
             "bands": point.bands,
             "error": point.mean_rmse,
             "kind": "chosen" if point.chosen else "fits" if point.fits else "too large",
+            "size": 260 if point.chosen else 70,
             "label": _label(point),
         }
         for point in points
@@ -73,7 +74,7 @@ def bands(points: list[Point]) -> alt.LayerChart:
     scale = alt.Scale(domain=kinds, range=[_CHOSEN, COLORS["BandMF"], _TOO_LARGE])
     dots = base.mark_point(filled=True, opacity=1).encode(
         color=alt.Color("kind:N", scale=scale, legend=None),
-        size=alt.Size("kind:N", scale=alt.Scale(domain=kinds, range=[260, 55, 55]), legend=None),
+        size=alt.Size("size:Q", scale=None),
     )
     shade = alt.Color("kind:N", scale=scale, legend=None)
     inside = base.mark_text(dy=-18, fontSize=13, fontWeight="bold").encode(text="label:N", color=shade)

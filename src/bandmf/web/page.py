@@ -27,7 +27,7 @@ def main() -> None:
     """Inputs, and the answers to them."""
     st.set_page_config(page_title="bandmf: plan private training", page_icon="🔒", layout="wide")
     st.markdown(_STYLE, unsafe_allow_html=True)
-    st.title("Plan private training")
+    st.title("Plan private training", anchor=False)
     st.markdown(
         "Choose a privacy budget and describe your training. bandmf finds the noise that disturbs it least, and says "
         "what other methods would cost."
