@@ -67,7 +67,7 @@ def browser(height: int = 1000) -> Iterator[Any]:
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = chromium.new_page(viewport={"width": 1360, "height": height}, accept_downloads=True)
-        page.set_default_timeout(30_000)
+        page.set_default_timeout(60_000)
         yield page
         chromium.close()
 
@@ -78,14 +78,31 @@ def settled(page: Any) -> None:
     page.locator('[data-testid="stApp"][data-test-script-state="notRunning"]').wait_for(timeout=60_000)
 
 
+def enter(page: Any, label: str, value: str) -> None:
+    """Type into an input, and wait for the answer."""
+    field = page.get_by_label(label, exact=True)
+    field.fill(value)
+    field.press("Enter")
+    settled(page)
+
+
+def slide(page: Any, name: str, key: str, value: str) -> None:
+    """Press an arrow key until the slider shows this value."""
+    slider = page.get_by_role("slider", name=name)
+    for _ in range(100):
+        if slider.get_attribute("aria-valuetext") == value:
+            return settled(page)
+        slider.press(key)
+        page.wait_for_timeout(100)
+    raise AssertionError(f"{name} is at {slider.get_attribute('aria-valuetext')}, not at {value}")
+
+
 def screenshot(path: Path) -> None:
     """The page as it opens, with memory for less noise than is best."""
     with served() as here, browser(height=1790) as page:
         page.goto(here.address)
         settled(page)
-        page.get_by_label("Memory for noise on each device").fill("1 GB")
-        page.get_by_label("Memory for noise on each device").press("Enter")
-        settled(page)
+        enter(page, "Memory for noise on each device", "1 GB")
         page.mouse.click(700, 60)  # away from the input
         time.sleep(1)  # charts fade in
         page.screenshot(path=path)
