@@ -49,11 +49,12 @@ ORDER = [
     "audit",
     "plots",
     "paper",
+    "web",
     "cli",
     "__main__",
 ]
-OPTIONAL = {"torch", "triton", "opacus", "jax", "optax", "jax_privacy", "matplotlib"}
-NEED_OPTIONAL = {"native", "torch", "jax", "demo", "audit", "plots", "paper", "cli"}
+OPTIONAL = {"torch", "triton", "opacus", "jax", "optax", "jax_privacy", "matplotlib", "streamlit", "altair"}
+NEED_OPTIONAL = {"native", "torch", "jax", "demo", "audit", "plots", "paper", "web", "cli"}
 LONGEST_FILE, LARGEST_FOLDER = 400, 14  # lines; files, __init__ among them
 
 

@@ -40,6 +40,9 @@ COMMANDS = {
     "reproduce": Entry(
         "bandmf.cli.reproduce", "reproduce", "Compute the paper's figures, tables and claims again."
     ),
+    "web": Entry(
+        "bandmf.cli.web", "web", "Open a page to plan with: sliders, charts, and the plan to download."
+    ),
 }
 BENCHMARKS = {
     "noise": Entry(

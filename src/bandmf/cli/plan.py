@@ -14,7 +14,7 @@ from bandmf.cli import outputs, show
 from bandmf.participation import MinSeparation
 from bandmf.planning import Candidate, Plan
 from bandmf.planning import plan as make_plan
-from bandmf.planning.request import training_steps
+from bandmf.planning.request import readable_bytes, training_steps
 
 EXAMPLE = (
     "Example: bandmf plan --epsilon 4 --delta 1e-8 --examples 1000000 --batch-size 500 --steps 16384 "
@@ -133,7 +133,7 @@ def _print(made: Plan, summary: dict[str, object]) -> None:
     rows = []
     for c in made.candidates:
         vectors = "" if c.vectors is None else show.number(c.vectors)
-        memory = "" if c.memory is None else show.size(c.memory)
+        memory = "" if c.memory is None else readable_bytes(c.memory)
         mark = "chosen" if c.noise_multiplier == made.noise_multiplier else f"{c.rmse / made.rmse:.3f}x"
         rows.append((c.name, f"{c.noise_multiplier:.4f}", show.number(c.rmse, 5), mark, vectors, memory))
     show.print_table("Candidates", columns, rows, styles={"chosen": "bold"})
@@ -162,4 +162,4 @@ def _remarks(made: Plan) -> Iterator[str]:
 
 
 def _text(name: str, value: object) -> str:
-    return show.size(value) if "memory" in name and isinstance(value, float) else show.number(value)
+    return readable_bytes(value) if "memory" in name and isinstance(value, float) else show.number(value)

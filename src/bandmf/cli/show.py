@@ -71,21 +71,6 @@ def listed(values: Sequence[float]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
-def size(count: float) -> str:
-    """A number of bytes for people.
-
-    >>> size(8e9), size(1500), size(0)
-    ('8 GB', '1.5 kB', 'none')
-    """
-    if count == 0:
-        return "none"
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
-
-
 def duration(seconds: float) -> str:
     """A time for people.
 

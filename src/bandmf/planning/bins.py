@@ -12,7 +12,7 @@ from functools import partial
 from bandmf import _check
 from bandmf.accounting.bins import calibrate, estimate, gram_matrix
 from bandmf.accounting.verified import Certificate
-from bandmf.optimize.bins.search import optimize_for_bins
+from bandmf.optimize.bins.search import guess_for_bins, optimize_for_bins
 from bandmf.planning import found
 from bandmf.planning.candidate import Candidate, Progress
 from bandmf.planning.found import Found
@@ -62,6 +62,20 @@ def search(request: Request, progress: Progress | None) -> list[Found]:
         if progress is not None:
             progress(each.candidate)
     return results
+
+
+def glance(request: Request) -> Iterator[Found]:
+    """What `search` begins with, for every family: a few percent more error than it finds, in about a second.
+
+    For looking at, up to a few hundred steps an epoch; the noise is estimated from few samples.
+    """
+    epsilon, cycle = request.epsilon, request.cycle
+    assert epsilon is not None
+    assert cycle is not None
+    for family, size in families(request):
+        strategy = guess_for_bins(family, request.steps, cycle, epsilon, size=size, workload=request.workload)
+        gram = gram_matrix(strategy, cycle)
+        yield found.found(request, strategy, estimate(gram, epsilon, request.delta, samples=2**10).sigma)
 
 
 def cheapest(results: list[Found], alike: float = 0.02) -> Found:

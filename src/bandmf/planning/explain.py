@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from bandmf.accounting.events import MAX_EPSILON
 from bandmf.accounting.verified import Certificate
+from bandmf.planning.request import readable_bytes
 from bandmf.sampling import unused_note
 
 if TYPE_CHECKING:
@@ -120,7 +121,8 @@ def _multiplier(plan: Plan) -> str:
 
 def _memory(plan: Plan) -> str:
     if plan.memory is not None:
-        return f" It takes {plan.memory / 1e9:.3g} GB on each device."
+        taken = readable_bytes(plan.memory) if plan.memory else "no memory"
+        return f" It takes {taken} on each device."
     if plan.in_bins:
         kept = f"keeps {plan.vectors} vectors of the model's size" if plan.vectors else "keeps no history"
         return f" It {kept} ({plan.mechanism})."

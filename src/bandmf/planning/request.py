@@ -183,6 +183,21 @@ def training_steps(steps: object, epochs: object, batch_size: float, examples: i
     return _check.whole("steps", steps, 1, MAX_STEPS, remedy="so many steps cannot be accounted for")
 
 
+def readable_bytes(count: float) -> str:
+    """A number of bytes for people.
+
+    >>> readable_bytes(8e9), readable_bytes(1500), readable_bytes(0)
+    ('8 GB', '1.5 kB', 'none')
+    """
+    if count == 0:
+        return "none"
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
 def parse_bytes(text: object) -> float:
     """A number of bytes from a number or from text like "1GB", "512 MiB" or "1.5e9".
 

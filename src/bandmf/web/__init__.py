@@ -1,0 +1,1 @@
+"""A page to plan with: `bandmf web`. It shows what the library computes and decides nothing."""
