@@ -19,6 +19,7 @@ COMMANDS = re.findall(r"^bandmf \w+ --.*$", (ROOT / "README.md").read_text(), re
 SHRUNK = {"compare": "--steps 256", "train": "--dataset digits --epochs 0.25 --seeds 1 --learning-rates 0.25"}
 TESTED_ELSEWHERE = {"docs/training.md", "docs/migrate-opacus.md", "docs/migrate-hf-trainer.md"}
 TESTED_ELSEWHERE |= {"docs/jax.md", "docs/migrate-jax-privacy.md"}
+TESTED_ELSEWHERE |= {"docs/index.md", "docs/concepts.md", "docs/choosing.md"}
 
 
 def test_the_ten_lines_of_the_readme_train_a_model(capsys):

@@ -17,7 +17,7 @@ OUTSIDE = re.compile(r"\]\(\.\./(?!\.\.)([\w./-]+)((?:#[\w-]*)?)\)")
 
 def on_files(files: Files, config: Any, **_: Any) -> Files:
     """Add what the pages link to outside of docs/ as plain files, under source/."""
-    for page in files.documentation_pages():
+    for page in filter(_on_top, files.documentation_pages()):
         for path, _anchor in OUTSIDE.findall(page.content_string):
             source = ROOT / path
             if not source.is_file():
@@ -27,11 +27,18 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Have links out of docs/ point to the copies."""
+    if not _on_top(page.file):
+        return markdown
     return OUTSIDE.sub(lambda link: f"]({copy_of(link[1])})", markdown)
 
 
 def copy_of(path: str) -> str:
     """Where the copy of a file is, as text that any browser shows."""
     return f"source/{path}.txt"
+
+
+def _on_top(page: File) -> bool:
+    """Whether ../ leads out of docs/ from this page."""
+    return "/" not in page.src_uri
