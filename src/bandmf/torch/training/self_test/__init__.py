@@ -1,11 +1,12 @@
 """The self-test of the first batches: an example alone must have the gradient that it has in a batch.
 
 Before the first step the loader gives a few rehearsals, of examples that differ from each other: some of them together,
-recorded as in training, in a batch of four and in two of about the size of training; and three of them alone, with
+recorded as in training, in a batch of four and in three of about the size of training; and three of them alone, with
 autograd doing everything. If the gradients differ, something escapes clipping: a parameter used outside its layer,
 examples that depend on each other, a loss averaged over all tokens, a wrong `loss_reduction`. In the larger batches
 examples occur several times, in random places: the norms of their gradients, of each parameter, must be the same in
-all places, or the rows of some layer are not the examples in their order.
+all places, or the rows of some layer are not the examples in their order. Some are there at half their size as well,
+and one row of a batch enters the model a thousand times as large (see `extremes`).
 
 Nothing of a rehearsal is released, and random numbers are put back afterwards. The first rehearsals show whether the
 model draws random numbers; if so, torch's dropout functions let everything through in the others. If random numbers
@@ -18,7 +19,7 @@ import random
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -27,6 +28,8 @@ from bandmf.torch.clipping.refusals import UnsupportedError
 from bandmf.torch.noise.precision import precision
 from bandmf.torch.noise.shards import local
 from bandmf.torch.training.random_state import RandomState
+from bandmf.torch.training.self_test.extremes import enlarge
+from bandmf.torch.training.self_test.guarded import Guards
 from bandmf.torch.training.self_test.quiet import Quiet
 from bandmf.torch.training.self_test.sketches import (
     DEPENDS,
@@ -48,7 +51,8 @@ CANDIDATES = 64  # examples that are loaded
 TOGETHER = 4  # of which so many make a small batch
 LARGEST = 64  # rows of a large one
 ALONE = 3  # examples that are compared
-REHEARSALS = 5 + ALONE
+HALVES = 4  # examples that are in a large batch at half their size too
+REHEARSALS = 6 + ALONE
 _TINY = 1e-6  # relative to the largest gradient: such an example shows nothing
 
 
@@ -56,13 +60,19 @@ _TINY = 1e-6  # relative to the largest gradient: such an example shows nothing
 class Rehearsal:
     """One batch of the self-test: which of the chosen examples are in it."""
 
-    members: tuple[int, ...]
-    kind: str  # "draws", "small", "large", "last" or "alone"
+    members: tuple[int, ...]  # their numbers; those from `count` on are the same examples at half their size
+    kind: str  # "draws", "small", "large", "halves", "last" or "alone"
     number: int = 0  # of those that are alone
+    huge: int | None = None  # the row that enters the model a thousand times as large
 
     @property
     def alone(self) -> bool:
         return self.kind in ("draws", "alone")
+
+    @property
+    def compared(self) -> tuple[int | None, ...]:
+        """The examples by row; None where it is not what it was."""
+        return tuple(None if row == self.huge else member for row, member in enumerate(self.members))
 
 
 class SelfTest:
@@ -101,7 +111,10 @@ class SelfTest:
         return chosen
 
     def rehearsals(self, count: int, rows: int) -> Iterator[Rehearsal]:
-        """The batches to go through, of so many examples and up to so many rows; each is observed before the next."""
+        """The batches to go through, of so many examples and up to so many rows; each is observed before the next.
+
+        Members from `count` on are the examples at half their size.
+        """
         small = Rehearsal(tuple(range(min(TOGETHER, count))), "small")
         rows = max(len(small.members), min(rows, LARGEST))
         self._after.close()  # of rehearsals that were left in the middle
@@ -118,8 +131,9 @@ class SelfTest:
                 if self._anyone_drew():
                     self._silence()
                 yield small
-                yield small if self._exchanged else _large(min(count, max(2, rows // 2)), rows, "large")
-                yield _large(min(count, rows), rows, "last")
+                yield small if self._exchanged else _large(count, max(2, rows // 2), rows, "large")
+                yield _halves(count, rows)
+                yield _large(count, rows, rows, "last")
                 for number in range(ALONE):
                     yield Rehearsal((self._compared[number],), "alone", number)
         finally:
@@ -156,6 +170,10 @@ class SelfTest:
     def begin(self, rehearsal: Rehearsal) -> None:
         self._before = RandomState()
         self._stepper.clipping.record(None if rehearsal.alone else len(rehearsal.members))
+        self._guards = Guards()
+        self._after.callback(self._guards.end)
+        if rehearsal.huge is not None:
+            self._handles = [enlarge(self._model, rehearsal.huge, len(rehearsal.members))]
         if rehearsal.alone:
             self._listen()
 
@@ -188,6 +206,7 @@ class SelfTest:
         assert self._before is not None
         self._drew = self._before.changed()
         self._stop_listening()
+        self._guards.end()
         try:
             problem = (self._finish_alone if rehearsal.alone else self._finish_together)(rehearsal, scale)
             self._refuse(problem)
@@ -202,7 +221,7 @@ class SelfTest:
         self._rows[rehearsal.kind] = rows
         try:
             found = stepper.clipping.norms(rows, scale)
-            self._norms.append(Norms.of(rehearsal.members, found, stepper.parameters))
+            self._norms.append(Norms.of(rehearsal.compared, found, stepper.parameters))
             if rehearsal.kind == "small":
                 self._small = {number: self._sketch(rows, number, scale) for number in rehearsal.members}
             elif rehearsal.kind == "last":
@@ -216,7 +235,7 @@ class SelfTest:
             stepper.clipping.remove()
             stepper.clipping, self._exchanged = stepper.clipping.otherwise(reason), True
         stepper.sums.clear()
-        return None
+        return self._guards.problem(rows)
 
     def _sketch(self, rows: int, place: int, scale: float) -> Sketch:
         """Of the example in this place of the batch, as it would be added."""
@@ -228,7 +247,10 @@ class SelfTest:
     def _choose_compared(self) -> None:
         """The first examples of the last batch that have a gradient: others would show nothing."""
         found = self._norms[-1]
-        wholes = dict(zip(found.members, found.norms.norm(dim=0).tolist(), strict=True))
+        sizes = found.norms.norm(dim=0).tolist()
+        wholes = {
+            member: size for member, size in zip(found.members, sizes, strict=True) if member is not None
+        }
         largest = max((size for size in wholes.values() if size < float("inf")), default=0.0)
         good = sorted(member for member, size in wholes.items() if _TINY * largest < size < float("inf"))
         rest = sorted(wholes.keys() - set(good))
@@ -278,8 +300,21 @@ class SelfTest:
         return precision() != "highest" or bool(self._stepper.clipping.half_precision)
 
 
-def _large(distinct: int, rows: int, kind: str) -> Rehearsal:
-    """So many examples, as often as it takes to fill the rows, in random order."""
-    members = [row % distinct for row in range(rows)]
-    random.Random(f"{kind} {rows}").shuffle(members)
-    return Rehearsal(tuple(members), kind)
+def _large(count: int, distinct: int, rows: int, kind: str) -> Rehearsal:
+    """About so many different ones of the examples, a few of them at half their size too, in random order."""
+    halves = min(HALVES, rows // 4) or int(kind == "large")  # of two or three rows, the last batch needs all
+    whole = list(range(max(1, min(count, distinct, rows - halves))))
+    return _shuffled(whole + [count + number for number in whole[:halves]], rows, kind)
+
+
+def _halves(count: int, rows: int) -> Rehearsal:
+    """All at half their size, and one of them huge."""
+    found = _shuffled([count + number for number in range(min(count, rows))], rows, "halves")
+    return replace(found, huge=found.members.index(max(found.members)))
+
+
+def _shuffled(members: list[int], rows: int, kind: str) -> Rehearsal:
+    """These members, as often as it takes to fill the rows, in random order."""
+    found = [members[row % len(members)] for row in range(rows)]
+    random.Random(f"{kind} {rows}").shuffle(found)
+    return Rehearsal(tuple(found), kind)

@@ -12,7 +12,7 @@ from bandmf.torch.clipping.refusals import used_elsewhere
 
 SKETCHES = 8
 # Relative differences that rounding explains: of a parameter's gradient, and of a parameter to the whole.
-FULL, HALF = (2e-2, 1e-4), (0.2, 2e-2)
+FULL, HALF = (2e-3, 1e-4), (0.2, 2e-2)
 
 DEPENDS = (
     "self-test: the gradient of an example is finite alone and not in a batch, or the other way around, so the "
@@ -27,12 +27,12 @@ Sketch = dict[str, Tensor]
 class Norms:
     """Of each parameter's gradient and each row of a batch, and which example each row was."""
 
-    members: tuple[int, ...]
+    members: tuple[int | None, ...]  # None: not to be compared
     names: list[str]
     norms: Tensor  # (parameters, rows)
 
     @staticmethod
-    def of(members: tuple[int, ...], found: dict[str, Tensor], names: Iterable[str]) -> Norms:
+    def of(members: tuple[int | None, ...], found: dict[str, Tensor], names: Iterable[str]) -> Norms:
         """Parameters that were not used have none."""
         unused = torch.zeros(len(members), dtype=torch.float64)
         rows = [found[name].double().cpu() if name in found else unused for name in names]
@@ -113,6 +113,8 @@ def placed(norms: list[Norms], tolerance: tuple[float, float]) -> str | None:
     for found in norms:
         wholes = found.norms.norm(dim=0)
         for row, member in enumerate(found.members):
+            if member is None:
+                continue
             mine, whole = found.norms[:, row], wholes[row]
             other, other_whole = first.setdefault(member, (mine, whole))
             if bool(whole.isfinite()) != bool(other_whole.isfinite()):
