@@ -32,12 +32,13 @@ def printed(page: str) -> str:
     return "".join(re.findall(r"```text\n(.*?)```", (ROOT / page).read_text(), re.DOTALL))
 
 
-def run_alone(page: str) -> str:
-    """Run all blocks of a page in a process of its own, as a reader would; returns what they print."""
+def run_alone(page: str, folder: Path | None = None) -> str:
+    """Run all blocks of a page in a process of its own, as a reader would, in a folder; returns what they print."""
     path = os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests")))
     command = [sys.executable, "-c", f"import pages; pages.run({page!r})"]
     done = subprocess.run(
         command,
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
