@@ -71,33 +71,33 @@ def _dotted(path):
 
 
 @cache
-def parsed(text):
-    return ast.parse(text)
-
-
-@cache
-def at_run_time(text):
-    """Without what only type checkers see; of a tree of its own, since it is changed."""
-    return _AtRunTime().visit(ast.parse(text))
-
-
-def imported(tree, modules):
-    """What a file imports: modules of bandmf by their own name, others as they are written."""
-    for node in ast.walk(tree):
+def imports(text, at_run_time):
+    """(module, name or None) of every import of a file; without what only type checkers see, if at run time."""
+    tree = ast.parse(text)
+    found = []
+    for node in ast.walk(_AtRunTime().visit(tree) if at_run_time else tree):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: imports are written out in full, not relative"
-            for alias in node.names:
-                longer = f"{node.module}.{alias.name}"
-                yield longer if longer in modules else node.module
+            found += [(node.module, alias.name) for alias in node.names]
         elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [(alias.name, None) for alias in node.names]
+    return found
+
+
+def imported(text, modules, at_run_time=False):
+    """What a file imports: modules of bandmf by their own name, others as they are written."""
+    return {
+        longer if (longer := f"{module}.{name}") in modules else module
+        for module, name in imports(text, at_run_time)
+    }
 
 
 class _AtRunTime(ast.NodeTransformer):
     """Leaves out `if TYPE_CHECKING:`, which is never executed."""
 
     def visit_If(self, node):
-        return None if ast.unparse(node.test) == "TYPE_CHECKING" else self.generic_visit(node)
+        unseen = isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        return None if unseen else self.generic_visit(node)
 
 
 def layer(module):
@@ -113,7 +113,7 @@ def violations(files):
     found = [
         f"{module} has no place in the architecture's list" for module in sorted(set(files) - set(known))
     ]
-    graph = {module: set(imported(parsed(text), files)) for module, text in known.items()}
+    graph = {module: imported(text, files) for module, text in known.items()}
     for module, targets in graph.items():
         above = ORDER[: ORDER.index(layer(module)) + 1]
         for target in sorted(targets):
@@ -127,8 +127,7 @@ def violations(files):
 
 def circles(files):
     """One sentence for each import that is part of a circle when the program runs."""
-    trees = {module: at_run_time(text) for module, text in files.items()}
-    graph = {module: set(imported(tree, files)) for module, tree in trees.items()}
+    graph = {module: imported(text, files, at_run_time=True) for module, text in files.items()}
     needs = {module: reachable(module, graph) for module in graph}
     return [
         f"{module} imports {target}, which imports it in a circle"
