@@ -6,7 +6,7 @@ PYTEST = OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 
 # Built when bandmf is installed, and again when they change.
 NATIVE = $(wildcard src/bandmf/native/*.[ch])
 
-.PHONY: demo test test-long lint types doctest unit clean
+.PHONY: demo test test-long lint types doctest unit docs clean
 
 demo: .venv/installed
 	.venv/bin/bandmf train --plot demo.png
@@ -29,6 +29,10 @@ unit: .venv/installed-dev
 # Sweeps of minutes, which the ordinary tests have a small version of.
 test-long: .venv/installed-dev
 	$(PYTEST) -m long tests
+
+# The documentation as a site, in build/site; any warning fails.
+docs: .venv/installed-dev
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
@@ -20,3 +25,35 @@ def run(page: str, **names: Any) -> dict[str, Any]:
     for code in blocks(page):
         exec(compile(code, str(ROOT / page), "exec"), names)
     return names
+
+
+def printed(page: str) -> str:
+    """What a page says that its code prints: the blocks of ```text, one after the other."""
+    return "".join(re.findall(r"```text\n(.*?)```", (ROOT / page).read_text(), re.DOTALL))
+
+
+def run_alone(page: str, folder: Path | None = None) -> str:
+    """Run all blocks of a page in a process of its own, as a reader would, in a folder; returns what they print."""
+    path = os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests")))
+    command = [sys.executable, "-c", f"import pages; pages.run({page!r})"]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def script(path: str) -> ModuleType:
+    """A file that is no module of a package, such as "docs/site/pictures.py", as a module."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -23,7 +23,11 @@ class Spacing(NamedTuple):
 
 @dataclass(frozen=True)
 class Single:
-    """Each example takes part in at most one step."""
+    """Each example takes part in at most one step.
+
+    >>> list(Single().patterns(3))
+    [(0,), (1,), (2,)]
+    """
 
     def spacing(self, steps: int) -> Spacing:
         """Once; the next time would come after the end."""

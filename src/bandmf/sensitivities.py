@@ -58,7 +58,14 @@ def sensitivity(strategy: Strategy, participation: Participation | None = None) 
 
 
 def certified_sensitivity(strategy: Strategy, participation: Participation | None = None) -> Sensitivity:
-    """The tightest certified value of the sensitivity, with its standing."""
+    """The tightest certified value of the sensitivity, with its standing.
+
+    >>> from bandmf.participation import MinSeparation
+    >>> from bandmf.strategies import BandedToeplitz
+    >>> found = certified_sensitivity(BandedToeplitz([1.0, 0.5], steps=8), MinSeparation(3, 2))
+    >>> round(found.value**2, 12), found.exact, found.method
+    (3.0, True, 'disjoint columns of equal norm')
+    """
     participation = checked_participation(participation)
     if isinstance(participation, Single):
         return Sensitivity(strategy.largest_column_norm(), True, "largest column norm")

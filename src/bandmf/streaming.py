@@ -87,7 +87,14 @@ class StreamingOperator:
 def state_space(
     matrices: Callable[[int], Matrices], size: int, steps: int | None = None
 ) -> StreamingOperator:
-    """The operator with state x of `size` numbers per coordinate, given by its (F, G, H, D) at each step."""
+    """The operator with state x of `size` numbers per coordinate, given by its (F, G, H, D) at each step.
+
+    >>> half = Matrices(np.array([[0.5]]), np.ones(1), np.array([0.5]), 1.0)  # y_i = z_i + y_{i-1} / 2
+    >>> state_space(lambda i: half, size=1).materialize(3)
+    array([[1.  , 0.  , 0.  ],
+           [0.5 , 1.  , 0.  ],
+           [0.25, 0.5 , 1.  ]])
+    """
 
     def init(shape: tuple[int, ...]) -> Any:
         return 0, np.zeros((size, *shape))
@@ -103,7 +110,11 @@ def state_space(
 
 
 def compose(second: StreamingOperator, first: StreamingOperator) -> StreamingOperator:
-    """second after first: the matrix product `second first`."""
+    """second after first: the matrix product `second first`.
+
+    >>> compose(prefix(), prefix()).materialize(3)[2]
+    array([3., 2., 1.])
+    """
 
     def init(shape: tuple[int, ...]) -> Any:
         return first.init(shape), second.init(shape)
@@ -133,13 +144,22 @@ def _composed_matrices(
 
 
 def prefix() -> StreamingOperator:
-    """Running sums: one buffer."""
+    """Running sums: one buffer.
+
+    >>> prefix().materialize(3)[2]
+    array([1., 1., 1.])
+    """
     one = np.ones((1, 1))
     return state_space(lambda i: Matrices(one, one[0], one[0], 1.0), 1)
 
 
 def diagonal(values: FloatArray) -> StreamingOperator:
-    """y_i = values_i z_i: no buffer."""
+    """y_i = values_i z_i: no buffer.
+
+    >>> diagonal([1.0, 2.0]).materialize()
+    array([[1., 0.],
+           [0., 2.]])
+    """
     values = _check.array("values", values, 1)
     nothing = np.zeros(0)
     return state_space(
@@ -173,7 +193,11 @@ def momentum(learning_rates: FloatArray, momentum: float, weight_decay: float = 
 
 
 def banded(row: Callable[[int], FloatArray], bands: int, steps: int) -> StreamingOperator:
-    """y_i = sum_{r < bands} row(i)[r] z_{i-r}: the last bands - 1 inputs are kept."""
+    """y_i = sum_{r < bands} row(i)[r] z_{i-r}: the last bands - 1 inputs are kept.
+
+    >>> banded(lambda i: np.array([1.0, 0.5]), bands=2, steps=3).materialize()[2]
+    array([0. , 0.5, 1. ])
+    """
     return _windowed(row, bands, steps, inverse=False)
 
 
@@ -181,6 +205,9 @@ def banded_inverse(row: Callable[[int], FloatArray], bands: int, steps: int) -> 
     """Algorithm 1: y_i = (z_i - sum_{0 < r < bands} row(i)[r] y_{i-r}) / row(i)[0].
 
     The last bands - 1 outputs are kept. `row(i)[r]` is C[i, i - r], zero where i - r is negative.
+
+    >>> banded_inverse(lambda i: np.array([1.0, 0.5]), bands=2, steps=3).materialize()[2]
+    array([ 0.25, -0.5 ,  1.  ])
     """
     return _windowed(row, bands, steps, inverse=True)
 

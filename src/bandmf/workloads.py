@@ -161,7 +161,14 @@ def toeplitz(coefficients: FloatArray, steps: int) -> Workload:
 
 
 def streaming_operator(operator: StreamingOperator, steps: int, name: str = "operator") -> Workload:
-    """Any streaming operator as a workload."""
+    """Any streaming operator as a workload.
+
+    >>> from bandmf.streaming import prefix as running_sums
+    >>> streaming_operator(running_sums(), steps=3, name="my sums").operator.materialize(3)
+    array([[1., 0., 0.],
+           [1., 1., 0.],
+           [1., 1., 1.]])
+    """
     return Workload(name, _check.whole("steps", steps), operator)
 
 
@@ -177,14 +184,22 @@ def from_recipe(recipe: tuple[str, dict[str, Any]], steps: int) -> Workload:
 
 
 def cooldown(steps: int, final: float = 0.05, fraction: float = 0.25) -> FloatArray:
-    """Learning rates: one, then a straight line down to `final` over the last `fraction` of the steps."""
+    """Learning rates: one, then a straight line down to `final` over the last `fraction` of the steps.
+
+    >>> cooldown(8, final=0.25, fraction=0.5)
+    array([1.    , 1.    , 1.    , 1.    , 0.8125, 0.625 , 0.4375, 0.25  ])
+    """
     steps, final = _check.whole("steps", steps), _check.real("final", final, 0, 1)
     start = round(steps * (1 - _check.real("fraction", fraction, 0, 1)))
     return np.interp(np.arange(steps), [start - 1, max(start, steps - 1)], [1.0, final])
 
 
 def cosine(steps: int, final: float = 0.0) -> FloatArray:
-    """Learning rates: half a cosine from one towards `final`, which the step after the last would have."""
+    """Learning rates: half a cosine from one towards `final`, which the step after the last would have.
+
+    >>> cosine(4).round(3)
+    array([1.   , 0.854, 0.5  , 0.146])
+    """
     final = _check.real("final", final, 0, 1)
     phase = np.pi * np.arange(_check.whole("steps", steps)) / steps
     return final + (1 - final) * (1 + np.cos(phase)) / 2

@@ -95,7 +95,12 @@ def _events(
 
 
 def calibrated(event: Event, epsilon: float, delta: float) -> float:
-    """The smallest noise multiplier with which this event meets (epsilon, delta)."""
+    """The smallest noise multiplier with which this event meets (epsilon, delta).
+
+    >>> event = Event(sampling_probability=0.01, rounds=1000)
+    >>> round(calibrated(event, epsilon=4.0, delta=1e-6), 3)
+    0.779
+    """
     target, delta = checked_epsilon(epsilon), checked_delta(delta, event)
     sampled_ever = -math.expm1(event.rounds * math.log1p(-min(event.sampling_probability, 1 - 1e-16)))
     if delta >= sampled_ever:
@@ -111,7 +116,11 @@ def calibrated(event: Event, epsilon: float, delta: float) -> float:
 
 
 def spent(event: Event, noise_multiplier: float, delta: float) -> float:
-    """The epsilon of this event with this noise multiplier, at `delta`."""
+    """The epsilon of this event with this noise multiplier, at `delta`.
+
+    >>> round(spent(Event(sampling_probability=0.01, rounds=1000), noise_multiplier=1.0, delta=1e-6), 3)
+    2.125
+    """
     sigma = _check.real(
         "noise_multiplier",
         noise_multiplier,

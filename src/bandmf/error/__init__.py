@@ -123,7 +123,12 @@ def rmse(
 def max_error(
     strategy: Strategy, *, workload: Workload | None = None, participation: Participation | None = None
 ) -> float:
-    """Sensitivity times the root of the largest squared error of any step, without sigma."""
+    """Sensitivity times the root of the largest squared error of any step, without sigma.
+
+    >>> from bandmf.strategies import Identity
+    >>> round(max_error(Identity(3)) ** 2, 12)  # the last running sum has three independent draws
+    3.0
+    """
     reach = sensitivity(strategy, participation or Single())
     return reach * math.sqrt(max_squared_error(strategy, workload=workload))
 

@@ -46,6 +46,11 @@ class Plan(Setup):
 
     A plan with balls-in-bins (or b-min-sep) sampling has a `certificate`; its `noise_multiplier` is the deviation of z
     itself. With balls-in-bins it has a `cycle`, and neither sampling probability nor rounds.
+
+    >>> import bandmf
+    >>> plan = bandmf.plan(epsilon=8, delta=1e-6, examples=6000, batch_size=60, steps=100, bands=4)
+    >>> plan.steps, plan.bands, plan.vectors, round(plan.noise_scale, 3), plan.epochs
+    (100, 4, 3, 0.585, 1.0)
     """
 
     strategy: Strategy

@@ -52,23 +52,50 @@ def plan(
 ) -> Plan:
     """The plan of least error that meets (epsilon, delta).
 
-    `steps` or `epochs`; `memory` (bytes on each device, or text like "1GB") with `parameters` and `devices`
-    caps what the noise may take, where `device` is "cpu", "cuda", or None for the one that takes more; `bands`
-    or `strategy` fixes the choice; `participation` makes an unamplified plan, for federated training;
-    `noise_multiplier` instead of `epsilon` (then with `bands`) says what it costs.
-
-    `sampling` is "cyclic-poisson" (the paper's), "balls-in-bins" (each example once an epoch, at a secret place of its
-    own), "b-min-sep" (each joins at random, never twice within `bands` steps), or "auto": balls-in-bins where that is
-    certified, within about `certify_seconds`, to have less error, else cyclic Poisson; `plan.choice` says why. `bands`,
-    `strategy` and `noise_multiplier` ask for cyclic Poisson, unless `sampling` says otherwise. `mechanism` is "banded",
-    for balls-in-bins also "blt" (4 vectors of noise) or "banded-inverse" with `inverse_bands` (none, at as many draws),
-    or "auto": of those with nearly the least error the one whose noise takes the least time.
-
     >>> p = plan(epsilon=8, delta=1e-6, examples=50_000, batch_size=500, steps=400)
     >>> p.sampling, p.cycle, p.rmse < p.candidates[0].rmse  # candidates[0] is DP-SGD
     ('balls-in-bins', 100, True)
     >>> plan(epsilon=8, delta=1e-6, examples=50_000, batch_size=500, steps=400, sampling="cyclic-poisson").bands
     100
+
+    Args:
+        delta: The probability with which epsilon may not hold; at most 1 / (10 * examples) is usual.
+        batch_size: Expected number of examples in a batch, on all devices together.
+        epsilon: The budget of the whole run.
+        examples: Length of the data set; only plans with `participation` can do without.
+        steps: Length of training; give this or `epochs`.
+        epochs: Length of training in expected passes over the data; may be a fraction.
+        parameters: Number of trainable parameters, for `memory` and for `plan.memory`.
+        memory: What the noise may take on each device: bytes, or text such as "1GB"; needs `parameters`.
+        devices: How many devices share the noise history.
+        device: "cpu" or "cuda", where the noise will be generated; None counts the one that takes more memory.
+        bands: Fixes the number of bands; 1 is DP-SGD. Asks for cyclic Poisson sampling, unless `sampling` is given.
+        workload: What the error is measured on, from `bandmf.workloads`; running sums of gradients by default.
+        max_batch_size: Larger batches are cut to this size at random; needs adjacency "zero-out", or one band.
+        participation: Plans without amplification, for federated training: how often, and how far apart, one user
+            takes part.
+        adjacency: What neighboring data sets are: "add-remove", "zero-out" (one example has no gradient) or
+            "replace".
+        strategy: A strategy of your own, of as many steps, in place of the best one. Asks for cyclic Poisson sampling,
+            unless `sampling` is given.
+        noise_multiplier: Fixes the noise in place of `epsilon`, together with `bands` or `strategy`; `plan.epsilon`
+            then says what it costs.
+        sampling: "cyclic-poisson" (the paper's), "balls-in-bins" (each example once an epoch, at a secret place of its
+            own), "b-min-sep" (each joins at random, never twice within `bands` steps), or "auto": balls-in-bins where
+            that is certified to have less error, else cyclic Poisson; `plan.choice` says why.
+        mechanism: "banded", for balls-in-bins also "blt" (4 vectors of noise) or "banded-inverse" (none, at as many
+            draws as it has bands), or "auto": of those with nearly the least error the one whose noise takes the least
+            time.
+        inverse_bands: How many bands a banded inverse has; 16 unless given.
+        certify_seconds: About the time to certify balls-in-bins or b-min-sep in, after the search; less time is paid
+            for with a little more noise.
+        progress: Called with each candidate as it is found, to show it.
+
+    Returns:
+        One frozen object that owns strategy, sampling, noise and accounting.
+
+    Raises:
+        ValueError: An argument, or a combination, that cannot be honored; nothing is ignored.
     """
     _check.choice("sampling", sampling, ("auto", "cyclic-poisson", "balls-in-bins", "b-min-sep"))
     request = checked_request(

@@ -72,7 +72,14 @@ def to_arrays(strategy: Strategy) -> dict[str, np.ndarray]:
 
 
 def load(path: str | Path) -> Strategy:
-    """Read a strategy that `save` wrote; it is validated like a new one."""
+    """Read a strategy that `save` wrote; it is validated like a new one.
+
+    >>> import tempfile
+    >>> from bandmf.strategies import Identity
+    >>> path = save(Identity(8), Path(tempfile.mkdtemp()) / "strategy.npz")
+    >>> load(path)
+    Identity(steps=8, bands=1)
+    """
     written = Path(path).read_bytes()
     try:
         with np.load(io.BytesIO(written), allow_pickle=False) as file:

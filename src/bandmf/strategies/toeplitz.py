@@ -86,7 +86,13 @@ class BandedToeplitz(Strategy):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Identity(Strategy):
-    """C = I: independent noise, which is DP-SGD."""
+    """C = I: independent noise, which is DP-SGD.
+
+    >>> Identity(3).materialize()
+    array([[1., 0., 0.],
+           [0., 1., 0.],
+           [0., 0., 1.]])
+    """
 
     steps: int
 

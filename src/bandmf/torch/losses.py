@@ -43,6 +43,10 @@ def language_model(
 
     Labels are the tokens themselves, as in transformers, which shifts them inside the model; `shift=False` where
     they have been shifted before.
+
+    >>> logits, labels = torch.zeros(2, 5, 8), torch.tensor([[1, 2, 3, 4, 5], [1, 2, -100, -100, -100]])
+    >>> language_model(logits, labels)  # log 8 for both, however many tokens they have
+    tensor([2.0794, 2.0794])
     """
     if shift:
         logits, labels = logits[:, :-1], labels[:, 1:]

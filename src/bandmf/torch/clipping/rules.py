@@ -40,7 +40,21 @@ _SMALL = 1 << 16  # numbers; gradients of convolutions that are no more are writ
 
 
 def rule(*kinds: type[nn.Module]) -> Callable[[Rule], Rule]:
-    """Register a rule for layers of these classes, and of subclasses that do not change `forward`."""
+    """Register a rule for layers of these classes, and of subclasses that do not change `forward`.
+
+    >>> class Scale(nn.Module):
+    ...     def __init__(self, width):
+    ...         super().__init__()
+    ...         self.weight = nn.Parameter(torch.ones(width))
+    ...
+    ...     def forward(self, x):
+    ...         return x * self.weight
+    >>> @rule(Scale)
+    ... def scale(layer, a, g):  # the input and the gradient of the output, examples first
+    ...     return {"weight": total(a * g)}  # one gradient per example
+    >>> rule_for(Scale(3)) is scale
+    True
+    """
 
     def register(function: Rule) -> Rule:
         for kind in kinds:
@@ -63,7 +77,11 @@ def rule_for(layer: nn.Module) -> Rule | None:
 
 
 def total(per_place: Tensor) -> Tensor | Totals:
-    """(examples, ..., features) added up over everything in between, in float32 or better."""
+    """(examples, ..., features) added up over everything in between, in float32 or better.
+
+    >>> total(torch.ones(2, 3, dtype=torch.bfloat16)).dtype
+    torch.float32
+    """
     if per_place.ndim == 2:
         return per_place.to(wide(per_place.dtype))
     return Totals(per_place if per_place.ndim == 3 else per_place.flatten(1, -2))

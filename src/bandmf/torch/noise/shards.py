@@ -108,7 +108,13 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def broadcast_key(key: Key | None = None, group: dist.ProcessGroup | None = None) -> Key:
-    """One key for all ranks: that of rank 0 of the group, or a fresh one drawn there if it gives None."""
+    """One key for all ranks: that of rank 0 of the group, or a fresh one drawn there if it gives None.
+
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> len(broadcast_key().secret)
+    32
+    >>> dist.destroy_process_group()
+    """
     backend = dist.get_backend(group)
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
     secret = torch.zeros(SIZE, dtype=torch.uint8, device=device)

@@ -71,20 +71,38 @@ def make_private(
     >>> private.steps_taken, private.finished
     (10, True)
 
-    `dataset` may be a DataLoader: its data set, collate function and workers are taken, its batches are not.
-    It may be a stream, too: an iterable that gives (index, example) for all examples, each time it is
-    iterated. `physical_batch_size` bounds how many examples are in memory at once: `optimizer.step()` then
-    adds up, and only the call for the last piece of a batch updates the weights. `clipping` is "auto"
-    (book-keeping, and Opacus's hooks where a layer cannot be described), "bookkeeping", "hooks" or "functorch".
-    `criterion` returns as `private.criterion`, which averages within each example first. `self_test` lets the loader
-    begin with a few rehearsals, on which `optimizer.step()` takes no step: they find losses and models by which
-    examples depend on each other. `scheduler` returns as
-    `private.scheduler`, which counts logical steps. `run_folder` keeps key, ledger and checkpoints;
-    `private.resume()` continues from there; `save_every` steps, and at the end, a checkpoint is written by
-    itself. A folder that was moved or copied is refused, until `moved` states once what happened: "moved" (the
-    original is gone) or "copied" (a new run from these weights, whose privacy is spent in addition).
-
     Every run has secrets of its own, derived from the key and a random id: `key=` given twice repeats nothing.
+
+    Args:
+        model: What is trained, in place. Freeze what is not to be trained before (`requires_grad_(False)`).
+        optimizer: Any optimizer of torch that takes one step for a batch, made from the model's trainable parameters.
+        dataset: A data set, a DataLoader (its data set, collate function and workers are taken, its batches are not) or
+            a stream: an iterable that gives (index, example) for all examples, each time it is iterated.
+        plan: From `bandmf.plan`, for this many examples.
+        clip_norm: The most that one example may contribute to a step: the norm to which its gradient is clipped.
+        key: Your own secret, instead of a fresh random one.
+        physical_batch_size: How many examples are in memory at once, in each process. `optimizer.step()` then adds up,
+            and only the call for the last piece of a batch updates the weights.
+        clipping: "auto" (book-keeping, and Opacus's hooks where a layer cannot be described), "bookkeeping", "hooks" or
+            "functorch".
+        per_layer: Clip each parameter tensor on its own, to clip_norm / sqrt(number of tensors).
+        loss_reduction: Whether `loss` in your loop is the "mean" over the examples of a batch, or their "sum".
+        criterion: A loss module of torch; returns as `private.criterion`, which averages within each example first.
+        scheduler: A learning-rate scheduler; returns as `private.scheduler`, which counts logical steps only.
+        epoch_steps: How many steps a pass over the loader takes; an expected epoch unless given.
+        loader_options: Options of torch's DataLoader, such as `num_workers`; those that draw batches are refused.
+        run_folder: Keeps key, ledger, plan and checkpoints; `private.resume()` continues from there.
+        save_every: Write a checkpoint before every step that is a multiple of this, and after the last.
+        moved: States once what happened to a run folder that is elsewhere than it was: "moved" (the original is gone)
+            or "copied" (a new run from these weights, whose privacy is spent in addition).
+        self_test: Let the loader begin with a few rehearsals, on which `optimizer.step()` takes no step: they find
+            losses and models by which examples depend on each other.
+
+    Returns:
+        Drop-in `model`, `optimizer` and `loader`, and the state of the run.
+
+    Raises:
+        ValueError: A model, loss, optimizer or folder that cannot be trained privately, with the reason and a remedy.
     """
     if not isinstance(plan, Plan):
         raise _check.fail("plan", type(plan).__name__, "must be a Plan", "make one with bandmf.plan(...)")
