@@ -16,10 +16,12 @@ import numpy as np
 
 import bandmf
 from bandmf.planning import Plan
+from bandmf.plots import color
 from bandmf.sampling import BallsInBins, sampler
 
 IMAGES = Path(__file__).parents[1] / "images"
-TEAL, ORANGE, GRAY = "#00796b", "#e65100", "#9e9e9e"
+BANDMF, DP_SGD, BINS = color("BandMF"), color("DP-SGD"), color("BLT in bins")
+LIGHT = "#9e9e9e"
 STEPS, EXAMPLES, BATCH = 512, 12_800, 100
 
 
@@ -33,7 +35,7 @@ def draw_noise(folder: Path) -> Path:
     """The noise in one weight along training: what the steps add, and what they add up to."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.2))
     names = ("independent noise (DP-SGD)", "correlated noise (bandmf)")
-    for plan, color, name in zip(plans(), (ORANGE, TEAL), names, strict=True):
+    for plan, own, name in zip(plans(), (DP_SGD, BANDMF), names, strict=True):
         engine = bandmf.noise.NumpyEngine(plan.strategy, bandmf.Key(bytes(32)))
         state, added = engine.init({"weight": (4,)}), []
         for _ in range(STEPS):
@@ -41,14 +43,14 @@ def draw_noise(folder: Path) -> Path:
             engine.add(state, step, plan.noise_scale)
             added.append(step["weight"] / plan.batch_size)
         noise = np.array(added)
-        axes[0].plot(noise[:60, 0], color=color, lw=1.2, label=name)
+        axes[0].plot(noise[:60, 0], color=own, lw=1.2, label=name)
         for coordinate in range(4):
-            axes[1].plot(np.cumsum(noise[:, coordinate]), color=color, lw=0.8, alpha=0.8)
+            axes[1].plot(np.cumsum(noise[:, coordinate]), color=own, lw=0.8, alpha=0.8)
     axes[0].set(title="added by each step (first 60)", xlabel="step")
     axes[1].set(title="left in a weight: the running sum (4 weights)", xlabel="step")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=2, frameon=False)
     for axis in axes:
-        axis.axhline(0, color=GRAY, lw=0.6)
+        axis.axhline(0, color=LIGHT, lw=0.6)
     return _save(figure, folder / "concepts-noise.png", bottom=0.09)
 
 
@@ -60,7 +62,7 @@ def draw_bands(folder: Path) -> Path:
     titles = ("C, five bands", "C⁻¹: how the noise of step i is mixed")
     for axis, values, title in zip(axes, (matrix, np.linalg.inv(matrix)), titles, strict=True):
         limit = np.abs(values).max()
-        image = axis.imshow(values, cmap="BrBG", vmin=-limit, vmax=limit)
+        image = axis.imshow(values, cmap="RdBu", vmin=-limit, vmax=limit)
         axis.set(title=title, xlabel="fresh noise z of step", ylabel="step")
         figure.colorbar(image, ax=axis, shrink=0.8)
     axes[0].set(xlabel="step", ylabel="step")
@@ -72,17 +74,17 @@ def draw_sampling(folder: Path) -> Path:
     steps, cycle, examples = 36, 12, 12
     plan = bandmf.plan(epsilon=8, delta=1e-5, examples=240, batch_size=20, steps=steps, bands=4)
     ways = (
-        ("cyclic Poisson sampling, 4 bands", sampler(plan, bandmf.Key(bytes(32)), 240), TEAL, 4),
+        ("cyclic Poisson sampling, 4 bands", sampler(plan, bandmf.Key(bytes(32)), 240), BANDMF, 4),
         ("balls-in-bins, epochs of 12 steps",
-         BallsInBins(bandmf.Key(bytes(32)), examples=240, steps=steps, cycle=cycle), ORANGE, cycle),
+         BallsInBins(bandmf.Key(bytes(32)), examples=240, steps=steps, cycle=cycle), BINS, cycle),
     )  # fmt: skip
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), sharey=True)
-    for axis, (title, drawn, color, period) in zip(axes, ways, strict=True):
+    for axis, (title, drawn, own, period) in zip(axes, ways, strict=True):
         for step in range(steps):
             present = [example for example in drawn.batch(step) if example < examples]
-            axis.plot([step] * len(present), present, "s", color=color, ms=5)
+            axis.plot([step] * len(present), present, "s", color=own, ms=5)
         for edge in range(0, steps + 1, period):
-            axis.axvline(edge - 0.5, color=GRAY, lw=0.6)
+            axis.axvline(edge - 0.5, color=LIGHT, lw=0.6)
         axis.set(title=title, xlabel="step", xlim=(-1, steps), yticks=range(0, examples, 2))
     axes[0].set_ylabel("example")
     return _save(figure, folder / "concepts-sampling.png")
@@ -93,15 +95,17 @@ def draw_tradeoff(folder: Path) -> Path:
     budget = {"delta": 1e-6, "examples": 50_000, "batch_size": 500, "steps": 1000}
     bands = (1, 2, 4, 8, 16, 32, 64, 100)
     figure, axis = plt.subplots(figsize=(6.4, 3.4))
-    for epsilon, color in ((1, GRAY), (4, TEAL), (16, ORANGE)):
+    for epsilon, shade in ((1, 0.35), (4, 0.65), (16, 1.0)):
         errors = [1e3 * bandmf.plan(**budget, epsilon=epsilon, bands=b).mean_rmse for b in bands]
-        axis.loglog(bands, errors, "o-", color=color, ms=4, label=f"epsilon = {epsilon}")
-        axis.plot(bands[int(np.argmin(errors))], min(errors), "o", color=color, ms=9)
+        axis.loglog(bands, errors, "o-", color=BANDMF, alpha=shade, ms=4)
+        axis.annotate(
+            f"epsilon {epsilon}", (bands[-1], errors[-1]), (8, 0), textcoords="offset points", va="center"
+        )
+        axis.plot(bands[int(np.argmin(errors))], min(errors), "o", color=BANDMF, alpha=shade, ms=9)
     axis.set(xlabel="bands", ylabel="error of running sums × 1000", xticks=bands, xticklabels=bands)
     axis.set_yticks((10, 20, 40, 80), labels=("10", "20", "40", "80"))
     axis.minorticks_off()
-    axis.legend(frameon=False, ncols=3, loc="upper right")
-    axis.set_ylim(7, 190)
+    axis.set(xlim=(0.9, 260), ylim=(7, 150))
     return _save(figure, folder / "concepts-tradeoff.png")
 
 
