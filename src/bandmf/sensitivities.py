@@ -62,7 +62,7 @@ def certified_sensitivity(strategy: Strategy, participation: Participation | Non
     """The tightest certified value of the sensitivity, with its standing."""
     participation = checked_participation(participation)
     found, spacing = _computed(strategy, participation), participation.spacing(strategy.steps)
-    error = strategy.sensitivity_error(spacing.separation, spacing.count)
+    error = strategy.sensitivity_error(spacing.separation, spacing.participations)
     if error == 0:
         return found
     # |C u| <= |computed C u| + |E u|, where E is what rounding took from C.
