@@ -33,7 +33,14 @@ from bandmf.strategies import (
 from bandmf.strategies.single_precision import check_noise, in_float32
 from bandmf.streaming import squared_norm
 
-SMALL = {"epsilon": 8.0, "delta": 1e-5, "examples": 1_000, "batch_size": 50, "steps": 20, "certify_seconds": 3}
+SMALL = {
+    "epsilon": 8.0,
+    "delta": 1e-5,
+    "examples": 1_000,
+    "batch_size": 50,
+    "steps": 20,
+    "certify_seconds": 3,
+}
 KINDS = [{"sampling": "balls-in-bins"}, {"sampling": "cyclic-poisson"}, {"participation": Single()}]
 
 
@@ -120,7 +127,7 @@ def test_engines_refuse_a_scale_that_float32_rounds_to_zero():
         engine = make(BandedToeplitz([1.0, 0.5], 4))
         state = engine.init({"w": zeros if make is not NumpyEngine else zeros.shape})
         for scale in (1e-50, 1e-40, 1e39):
-            with pytest.raises(ValueError, match="scale=.*must be a finite number.*float32"):
+            with pytest.raises(ValueError, match=r"scale=.*must be a finite number.*float32"):
                 engine.add(state, {"w": zeros}, scale)
         engine.add(state, {"w": zeros}, 0.0)
 
@@ -149,8 +156,8 @@ def test_every_plan_has_parameters_that_float32_holds(name, kind, tmp_path, monk
 
 
 def test_a_folder_is_no_plan(tmp_path):
+    (tmp_path / "plan.json").mkdir()
     with pytest.raises(ValueError, match=r"path=.*plan.json': is a folder"):
-        (tmp_path / "plan.json").mkdir()
         Plan.load(tmp_path / "plan.json")
 
 
@@ -232,7 +239,9 @@ def test_chains_far_below_the_largest_entry_keep_their_weight():
     chain = Chain(1, 3)
     rows, generator = 400, np.random.default_rng(0)
     S, log_scale = chain._positions(loss, generator, rows)
-    assert loss.largest > 5_000 and np.isfinite(log_scale).all() and np.isfinite(S).all()
+    assert loss.largest > 5_000
+    assert np.isfinite(log_scale).all()
+    assert np.isfinite(S).all()
     quiet = S.max(axis=1) < 100  # chains that began at a small position and stayed there
     assert quiet.any()
     assert np.abs(log_scale[quiet]).max() < 10

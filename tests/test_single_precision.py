@@ -130,7 +130,7 @@ def test_a_plan_whose_parameters_float32_does_not_hold_is_refused():
 @pytest.mark.parametrize("more", [{"sampling": "balls-in-bins"}, ONCE])
 def test_large_numbers_that_cancel_are_refused(strategy, more):
     """In float32 their noise has so few values that a sum could be read off."""
-    with pytest.raises(ValueError, match="rounding error of the noise=.*could be read off"):
+    with pytest.raises(ValueError, match=r"rounding error of the noise=.*could be read off"):
         bandmf.plan(**{**SMALL, **more}, strategy=strategy)
 
 

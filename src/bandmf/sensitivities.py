@@ -9,7 +9,8 @@ They meet whenever the signs can be chosen so that every product is positive, fo
 the pattern, or when only neighboring participations interact (a chain can always be signed).
 
 Guarantees: the value returned is never below the true sensitivity, and `exact` is only said where the two
-bounds meet.
+bounds meet. Where the entries of C are sums that cancel (BLTs with terms of both signs), what rounding may have
+taken from them is added.
 """
 
 from __future__ import annotations

@@ -67,7 +67,9 @@ def last_release(strategy, scale, gradient, number):
 def on_grid(released, gradient, spacing):
     """Whether a release is `gradient` plus a multiple of a spacing that is coarse beside rounding."""
     noise = released - gradient
-    rounding = 0.51 * (np.spacing(np.abs(released).astype(np.float32)) + np.spacing(np.abs(noise).astype(np.float32)))
+    rounding = 0.51 * (
+        np.spacing(np.abs(released).astype(np.float32)) + np.spacing(np.abs(noise).astype(np.float32))
+    )
     off = np.abs(noise - spacing * np.round(noise / spacing))
     return (off <= rounding) & (spacing > 40 * rounding)
 
@@ -104,7 +106,7 @@ def test_strategies_with_coarse_noise_get_no_plan(name, sampling):
     strategy = COARSE[name]
     more = {"participation": Single()} if sampling is None else {"sampling": sampling}
     args = {"epsilon": EPSILON, "delta": DELTA, "examples": 2_000, "batch_size": 2_000 / strategy.steps}
-    with pytest.raises(ValueError, match="rounding error of the noise=.*could be read off"):
+    with pytest.raises(ValueError, match=r"rounding error of the noise=.*could be read off"):
         bandmf.plan(**args, steps=strategy.steps, strategy=strategy, **more)
 
 

@@ -96,8 +96,8 @@ class Plan(Setup):
             )
         if self.noise_multiplier < found.sigma * MARGIN:  # what engines make, which multiply in float32
             raise NotCertifiedError(
-                f"noise_multiplier={self.noise_multiplier!r}: float32 does not hold the noise of the certificate to less "
-                f"than {MARGIN!r} times {found.sigma!r}; make a new plan with bandmf.plan"
+                f"noise_multiplier={self.noise_multiplier!r}: float32 does not hold it exactly, so it must be at "
+                f"least {MARGIN!r} times {found.sigma!r}; make a new plan with bandmf.plan"
             )
         if isinstance(found, BinsCertificate):
             certified, planned = f"cycle={found.cycle}", f"cycle={self.cycle}"

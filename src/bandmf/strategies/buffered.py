@@ -94,7 +94,8 @@ class BufferedToeplitz(Strategy):
     def coefficient_errors(self) -> FloatArray:
         """Bounds of the rounding errors in `toeplitz()`, from the second coefficient on: they do not increase."""
         powers = np.abs(self.decays)[:, None] ** np.arange(self.steps - 1)
-        return 2 * (self.steps + self.buffers + 8) * _ROUNDING * (np.abs(self.scales) @ powers)
+        errors: FloatArray = 2 * (self.steps + self.buffers + 8) * _ROUNDING * (np.abs(self.scales) @ powers)
+        return errors
 
     def sensitivity_error(self, separation: int, count: int) -> float:
         if not self.cancels or self.steps == 1:
@@ -111,7 +112,9 @@ class BufferedToeplitz(Strategy):
         return self.steps == 1 or not self.scales.any()
 
     def spaced_norm(self, separation: int, count: int) -> float | None:
-        if self.cancels or np.sum(self.scales) > 1:  # the coefficients may still fall all the way: look at them
+        if (
+            self.cancels or np.sum(self.scales) > 1
+        ):  # the coefficients may still fall all the way: look at them
             return super().spaced_norm(separation, count)
         C, total, buffers = self.matrices(), 0.0, np.zeros(self.buffers)
         for m in range(count):

@@ -22,6 +22,7 @@ numbers: plans are made with parameters that float32 holds exactly, see strategi
     (bands + 8) 2^-53. Those of a BLT are powers and sums: raised by their rounding, term by term. Those of a
     banded inverse, 1 / r(x): with t the computed ones and e = r t - 1 their residual, the exact ones differ by
     at most |e|_inf |t|_1 / (1 - |e|_1), which is added to each. This covers where t was cut off, too.
+    Columns of a stamped strategy are those of its epoch.
 """
 
 from __future__ import annotations
