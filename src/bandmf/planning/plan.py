@@ -97,7 +97,7 @@ class Plan(Setup):
         if self.noise_multiplier < found.sigma * MARGIN:  # what engines make, which multiply in float32
             raise NotCertifiedError(
                 f"noise_multiplier={self.noise_multiplier!r}: float32 does not hold it exactly, so it must be at "
-                f"least {MARGIN!r} times {found.sigma!r}; make a new plan with bandmf.plan"
+                f"least {MARGIN!r} times the certified {found.sigma!r}; make a new plan with bandmf.plan"
             )
         if isinstance(found, BinsCertificate):
             certified, planned = f"cycle={found.cycle}", f"cycle={self.cycle}"

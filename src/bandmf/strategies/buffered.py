@@ -94,8 +94,8 @@ class BufferedToeplitz(Strategy):
     def coefficient_errors(self) -> FloatArray:
         """Bounds of the rounding errors in `toeplitz()`, from the second coefficient on: they do not increase."""
         powers = np.abs(self.decays)[:, None] ** np.arange(self.steps - 1)
-        errors: FloatArray = 2 * (self.steps + self.buffers + 8) * _ROUNDING * (np.abs(self.scales) @ powers)
-        return errors
+        sizes: FloatArray = np.abs(self.scales) @ powers
+        return 2 * (self.steps + self.buffers + 8) * _ROUNDING * sizes
 
     def sensitivity_error(self, separation: int, count: int) -> float:
         if not self.cancels or self.steps == 1:

@@ -1,7 +1,8 @@
 """How far rounding takes the noise of an engine from the exact C^-1 z, in units of z's deviation.
 
 Engines add up float32 numbers. What a step rounds is about 2^-24 of its partial sums, and those can be far larger
-than what is left of them. Seen from z (by C y = z), where everything has the deviation one, a step is off by 2^-24 times
+than what is left of them. Seen from z (by C y = z), where all numbers have the deviation one, a step is off by 2^-24
+times
 
     1 + sum_r |C[i, i-r]| dev(y_{i-r})            banded C: what is added up, each term by its deviation,
     1 + sum_k |scale_k| dev(x_k) sqrt(m_k)        BLT: buffers also keep what they rounded, for m_k steps,
