@@ -13,7 +13,7 @@ from bandmf.torch import make_private
 from training import simple_plan, weights
 
 CLIP = 1.0
-SILENT = 1e-30  # a noise multiplier whose noise is below all rounding
+SILENT = 1e-25  # a noise multiplier whose noise is below all rounding
 
 
 def run_plan(examples, steps=1):

@@ -21,7 +21,7 @@ from bandmf.planning.setup import whole_cycle
 from bandmf.planning.sweep import sweep
 from bandmf.randomness.key import Key
 from bandmf.sampling import BallsInBins, sampler
-from bandmf.strategies.single_precision import MARGIN
+from bandmf.strategies.single_precision import MARGIN, in_float32
 
 SMALL = {"epsilon": 8.0, "delta": 1e-5, "examples": 1_000, "batch_size": 50, "steps": 80}  # 4 epochs of 20
 
@@ -177,7 +177,9 @@ def test_a_certificate_that_is_not_true_is_refused(plan, tmp_path, change):
 
 
 def test_a_strategy_that_the_certificate_is_not_for_is_refused(plan):
-    other = strategies.BufferedToeplitz(1.1 * plan.strategy.scales, plan.strategy.decays, plan.steps)
+    other = in_float32(
+        strategies.BufferedToeplitz(1.1 * plan.strategy.scales, plan.strategy.decays, plan.steps)
+    )
     with pytest.raises(NotCertifiedError):
         dataclasses.replace(plan, strategy=other)
 

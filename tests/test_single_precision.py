@@ -104,7 +104,7 @@ def test_rounding_twice_is_rounding_once(name):
 def test_a_banded_strategy_is_kept_and_one_beyond_float32_is_refused():
     mine = Banded([[1.0, 0.1], [1.0, 0.0]])
     assert in_float32(mine) is mine
-    with pytest.raises(ValueError, match=r"largest of inverse_coefficients=1e\+40: .*float32: scale it"):
+    with pytest.raises(ValueError, match=r"inverse_coefficients\[0\]\|=1e\+40: .*float32: scale it"):
         in_float32(BandedInverse([1e40, -1e39], 3))
 
 
@@ -130,7 +130,7 @@ def test_a_plan_whose_parameters_float32_does_not_hold_is_refused():
 @pytest.mark.parametrize("more", [{"sampling": "balls-in-bins"}, ONCE])
 def test_large_numbers_that_cancel_are_refused(strategy, more):
     """In float32 their noise has so few values that a sum could be read off."""
-    with pytest.raises(ValueError, match=r"sum of \|.*too large for noise in float32"):
+    with pytest.raises(ValueError, match=r"rounding error of the noise=.*could be read off"):
         bandmf.plan(**{**SMALL, **more}, strategy=strategy)
 
 

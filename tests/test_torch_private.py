@@ -213,7 +213,7 @@ def test_all_ways_of_clipping_agree(clipping):
 
 def one_gradient(**options):
     """What one example alone adds to the sums, without noise; by parameter."""
-    plan = simple_plan(examples=1, batch_size=1, bands=1, noise_multiplier=1e-30, steps=3)
+    plan = simple_plan(examples=1, batch_size=1, bands=1, noise_multiplier=1e-25, steps=3)
     private = private_run(plan, **options)
     train(private, until=1)
     return {name: p.grad for name, p in private.model.named_parameters() if p.grad is not None}
@@ -274,7 +274,7 @@ def sum_one_by_one(model, data, clip_norm):
 @pytest.mark.parametrize("clipping", ["hooks", "functorch", "bookkeeping"])
 def test_tied_weights_are_clipped_by_the_norm_of_their_sum(clipping):
     data, model = token_data(20), Tied()
-    plan = simple_plan(examples=20, batch_size=20, bands=1, noise_multiplier=1e-30, steps=1)
+    plan = simple_plan(examples=20, batch_size=20, bands=1, noise_multiplier=1e-25, steps=1)
     expected = sum_one_by_one(copy.deepcopy(model), data, 0.05)
     private = private_run(plan, model=model, data=data, clip_norm=0.05, clipping=clipping)
     moved = update_of_first_step(private)

@@ -9,6 +9,7 @@ Guarantees, in compiled code too, where nothing can raise:
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -99,8 +100,9 @@ def privatize(
     """
     if not isinstance(plan, Plan):
         raise _check.fail("plan", type(plan).__name__, "must be a Plan", "make one with bandmf.plan(...)")
-    clip_norm = _check.real("clip_norm", clip_norm, 0, open_low=True)
-    scale = clip_norm * plan.noise_scale
+    plan = copy.copy(plan)  # by its constructor, which checks everything again; and nothing is cached
+    clip_norm = _check.real("clip_norm", clip_norm)
+    scale = plan.deviation(clip_norm)
     engine = Engine(
         plan.strategy, _NO_KEY, max_vectors=plan.max_vectors, kept_inputs=plan.kept_inputs, mesh=mesh
     )

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from bandmf import _check
 from bandmf.noise.provenance import Shape
+
+NORMAL = 2.0**-126, float(np.finfo(np.float32).max)  # positive numbers that float32 holds in full
 
 
 def check_step(step: int, steps: int) -> None:
@@ -44,6 +48,14 @@ def check_gradient(name: str, shape: Shape, expected: Shape, dtype: Any, before:
             f"was {before} at earlier steps",
             "keep one dtype per run",
         )
+
+
+def check_scale(scale: Any) -> float:
+    """The deviation of the noise, if float32 can hold it: a smaller one would be rounded to none at all."""
+    if (number := _check.real("scale", scale, 0)) == 0:
+        return number
+    remedy = "noise is float32: scale gradients and noise, or give 0 for none"
+    return _check.real("scale", number, *NORMAL, remedy=remedy)
 
 
 def not_finite(name: str) -> ValueError:

@@ -111,7 +111,7 @@ class NumpyEngine:
     def add(self, state: State, gradients: Mapping[str, Any], scale: float) -> State:
         """Add `scale` times the noise of the next step to the gradients, in place; returns the state."""
         self._check(state, gradients)
-        scale = _check.real("scale", scale, 0)
+        scale = checks.check_scale(scale)
         self._prepare(state)
         step = self.schedule.step(state.step, state.refreshed)
         for name, tensor in state.provenance.tensors.items():

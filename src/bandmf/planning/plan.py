@@ -31,7 +31,7 @@ from bandmf.planning.setup import Setup
 from bandmf.sampling import cycle_length
 from bandmf.sensitivities import sensitivity
 from bandmf.strategies import Identity, Strategy
-from bandmf.strategies.single_precision import MARGIN, in_float32
+from bandmf.strategies.single_precision import MARGIN, check_noise, check_range
 from bandmf.workloads import Workload
 
 
@@ -79,6 +79,8 @@ class Plan(Setup):
         self._keep("best_without_memory_limit", None if limit is None else checked_candidate(limit))
         self._keep("choice", str(self.choice))
         self.vectors_of(self.strategy)  # refuses what the memory limit does not hold
+        check_noise(self.strategy)
+        check_range("noise_scale", self.noise_scale)
         self.confirm()
 
     def _check_certificate(self) -> None:
@@ -99,7 +101,11 @@ class Plan(Setup):
                 f"{found.sigma:.6g} or more, not for epsilon={self.epsilon:g}, delta={self.delta:g} and "
                 f"{self.noise_multiplier:.6g}; make a new plan with bandmf.plan"
             )
-        self._check_single_precision(found.sigma)
+        if self.noise_multiplier < found.sigma * MARGIN:  # what engines make, which multiply in float32
+            raise NotCertifiedError(
+                f"noise_multiplier={self.noise_multiplier!r}: float32 does not hold it exactly, so it must be at "
+                f"least {MARGIN!r} times the certified {found.sigma!r}; make a new plan with bandmf.plan"
+            )
         if isinstance(found, BinsCertificate):
             certified, planned = f"cycle={found.cycle}", f"cycle={self.cycle}"
         else:
@@ -110,14 +116,6 @@ class Plan(Setup):
         if certified != planned:
             raise NotCertifiedError(
                 f"certificate: is for {certified}, not for {planned}; make a new plan with bandmf.plan"
-            )
-
-    def _check_single_precision(self, sigma: float) -> None:
-        """What is certified must be what engines make, which multiply in float32."""
-        if in_float32(self.strategy) is not self.strategy or self.noise_multiplier < sigma * MARGIN:
-            raise NotCertifiedError(
-                "certificate: is for a strategy or noise that float32 does not hold, and engines would make other "
-                "noise; make a new plan with bandmf.plan"
             )
 
     def confirm(self) -> None:
@@ -220,6 +218,11 @@ class Plan(Setup):
     def noise_scale(self) -> float:
         """The standard deviation of z per unit clip norm: noise_multiplier * sensitivity."""
         return self.noise_multiplier * self.sensitivity
+
+    def deviation(self, clip_norm: float) -> float:
+        """Of z, for gradients that are clipped to `clip_norm`: clip_norm * noise_scale, where float32 can hold both."""
+        check_range("clip_norm", clip_norm)
+        return check_range("clip_norm * noise_scale", clip_norm * self.noise_scale)
 
     @property
     def rmse(self) -> float:

@@ -77,6 +77,10 @@ def load(path: Path, workload: Workload | None, make: type[Plan]) -> Plan:
     """The plan in this file, after every check; `make` is Plan, which this file cannot import."""
     try:
         contents = json.loads(path.read_bytes())
+    except IsADirectoryError:
+        raise ValueError(
+            f"path={str(path)!r}: is a folder; give the JSON file that plan.save wrote"
+        ) from None
     except (ValueError, RecursionError):
         raise ValueError(f"path={str(path)!r}: not a plan of bandmf (not JSON)") from None
     if not isinstance(contents, dict) or contents.get("schema") != SCHEMA:

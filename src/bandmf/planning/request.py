@@ -11,6 +11,7 @@ from bandmf.noise.schedule import BYTES_PER_NUMBER
 from bandmf.participation import Participation
 from bandmf.planning.setup import MAX_STEPS, Setup, checked_batch_size, whole_cycle
 from bandmf.strategies import Strategy
+from bandmf.strategies.single_precision import check_noise, in_float32
 from bandmf.workloads import Workload, workload_for
 
 MECHANISMS = ("auto", "banded", "banded-inverse", "blt")
@@ -134,6 +135,7 @@ def _check_choice(request: Request) -> None:
             raise _check.fail("strategy", request.strategy, f"must have steps={request.steps}")
         bands, name = request.strategy.bands, "strategy.bands"
         request.vectors_of(request.strategy)  # refuses what does not fit
+        check_noise(in_float32(request.strategy))
     elif request.bands is not None:
         bands, name = request.bands, "bands"
         if request.max_vectors is not None and _check.whole(name, bands) > request.max_vectors + 1:

@@ -109,6 +109,10 @@ class Strategy(ABC):
         """An upper bound on the sensitivity that this family knows of itself, or None."""
         return None
 
+    def sensitivity_error(self, separation: int, count: int) -> float:
+        """What the rounding of C's computed entries may take from the sensitivity, where that can be much."""
+        return 0.0
+
     def materialize(self) -> FloatArray:
         """C as a steps x steps matrix: for small sizes."""
         return band_columns.materialize(self.columns())

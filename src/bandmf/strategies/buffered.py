@@ -15,10 +15,11 @@ import numpy as np
 
 from bandmf import _check, band_columns
 from bandmf._types import FloatArray
-from bandmf.strategies.base import BufferRecurrence, Strategy
+from bandmf.strategies.base import BufferRecurrence, Strategy, spaced_toeplitz_norm
 from bandmf.streaming import Matrices, StreamingOperator, impulse_response, squared_norm, state_space
 
 _MOST_COEFFICIENTS = 2**27
+_ROUNDING = 2.0**-53
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -85,15 +86,35 @@ class BufferedToeplitz(Strategy):
     def column_norms(self) -> FloatArray:
         return np.sqrt(np.cumsum(self.toeplitz() ** 2))[::-1]
 
+    @property
+    def cancels(self) -> bool:
+        """Whether terms of a coefficient have different signs: closed forms are then lost to rounding."""
+        return bool(np.any(self.scales < 0) or np.any(self.decays < 0))
+
+    def coefficient_errors(self) -> FloatArray:
+        """Bounds of the rounding errors in `toeplitz()`, from the second coefficient on: they do not increase."""
+        powers = np.abs(self.decays)[:, None] ** np.arange(self.steps - 1)
+        sizes: FloatArray = np.abs(self.scales) @ powers
+        return 2 * (self.steps + self.buffers + 8) * _ROUNDING * sizes
+
+    def sensitivity_error(self, separation: int, count: int) -> float:
+        if not self.cancels or self.steps == 1:
+            return 0.0
+        errors = self.coefficient_errors()
+        return spaced_toeplitz_norm(np.append(errors[0], errors), self.steps, separation, count)
+
     def largest_column_norm(self) -> float:
+        if self.cancels:
+            return float(np.linalg.norm(self.toeplitz()))
         return math.sqrt(squared_norm(self.matrices(), self.steps))
 
     def equal_column_norms(self) -> bool:
         return self.steps == 1 or not self.scales.any()
 
     def spaced_norm(self, separation: int, count: int) -> float | None:
-        positive = np.all(self.scales >= 0) and np.all(self.decays >= 0) and np.sum(self.scales) <= 1
-        if not positive:  # the coefficients may still fall all the way: look at them
+        if (
+            self.cancels or np.sum(self.scales) > 1
+        ):  # the coefficients may still fall all the way: look at them
             return super().spaced_norm(separation, count)
         C, total, buffers = self.matrices(), 0.0, np.zeros(self.buffers)
         for m in range(count):

@@ -70,6 +70,9 @@ class Stamped(Strategy):
     def equal_column_norms(self) -> bool:
         return self.epoch.equal_column_norms()
 
+    def sensitivity_error(self, separation: int, count: int) -> float:
+        return count * self.epoch.sensitivity_error(1, 1)
+
     @property
     def recurrence(self) -> OutputRecurrence | InputRecurrence:
         """That of one epoch; its rows are zero before the epoch began, so nothing is carried over."""

@@ -37,6 +37,7 @@ from bandmf._types import FloatArray
 from bandmf.accounting.bins.loss import PrivacyLoss, log_mean_exp, log_removed
 
 MAX_LENGTH = 256
+_VANISHES = 1e-200  # a sum of exponentials of which underflow may have taken a part
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,12 @@ class Chain:
             top = (a + t) * loss.largest  # no entry of S is above it
             np.subtract(S, top, out=running)
             np.cumsum(np.exp(running, out=running), axis=1, out=running)
-            total = running[:, -1]
+            total = running[:, -1].copy()
+            if (lost := np.flatnonzero(total < _VANISHES)).size:  # far below that bound: by their own largest
+                own = S[lost].max(axis=1)
+                running[lost] = np.cumsum(np.exp(S[lost] - own[:, None]), axis=1)
+                total[lost] = running[lost, -1]
+                log_scale[lost] += own - top
             log_scale += np.log(total / b) + top
             S += K[(running >= (draw * total)[:, None]).argmax(axis=1)]
         return S, log_scale

@@ -22,16 +22,20 @@ numbers: plans are made with parameters that float32 holds exactly, see strategi
     (bands + 8) 2^-53. Those of a BLT are powers and sums: raised by their rounding, term by term. Those of a
     banded inverse, 1 / r(x): with t the computed ones and e = r t - 1 their residual, the exact ones differ by
     at most |e|_inf |t|_1 / (1 - |e|_1), which is added to each. This covers where t was cut off, too.
+    Columns of a stamped strategy are those of its epoch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from bandmf import _check
+from bandmf import _check, band_columns
 from bandmf._types import FloatArray
 from bandmf.strategies import BandedInverse, BandedToeplitz, BufferedToeplitz
 from bandmf.strategies.base import Strategy
+from bandmf.strategies.stamping import Stamped
 
 MAX_CYCLE = 2**14
 _ROUNDING = 2.0**-53
@@ -99,10 +103,21 @@ def _raised_coefficients(strategy: Strategy) -> FloatArray | None:
         error = _error_of_inverse(strategy.inverse_coefficients, theta, strategy.steps)
         return _padded(raised, strategy.steps) + error
     if isinstance(strategy, BufferedToeplitz):
-        powers = np.abs(strategy.decays)[:, None] ** np.arange(strategy.steps - 1)
-        sizes = np.abs(strategy.scales) @ powers
-        raised[1:] += 2 * (strategy.steps + strategy.buffers + 8) * _ROUNDING * sizes
+        raised[1:] += strategy.coefficient_errors()
     return raised
+
+
+def _raised_columns(strategy: Strategy) -> Callable[[int, int], FloatArray]:
+    """Columns start ... stop of |C|, none less than the exact one up to the rounding that is added at the end."""
+    if isinstance(strategy, Stamped):
+        length = strategy.epoch.steps
+        epoch = _raised_columns(strategy.epoch)(0, length)
+        return lambda start, stop: epoch[np.arange(start, stop) % length]
+    theta = _raised_coefficients(strategy)
+    if theta is None:
+        return lambda start, stop: np.abs(strategy.columns(start, stop))
+    theta = _padded(theta, strategy.bands)
+    return lambda start, stop: band_columns.toeplitz_columns(theta, strategy.steps, start, stop)
 
 
 def _error_of_inverse(r: FloatArray, theta: FloatArray, steps: int) -> float:
@@ -156,9 +171,9 @@ def _of_rows(strategy: Strategy, cycle: int, start: int) -> FloatArray:
         remedy = "use a Toeplitz strategy, a banded inverse or a BLT"
         raise _check.fail("cycle", cycle, f"too large for steps={n} and a general strategy", remedy)
     m = np.zeros((cycle, width - start + cycle))  # room to the left for rows before `start`
+    columns = _raised_columns(strategy)
     for epoch in range(max(0, (start - bands) // cycle), -(-n // cycle)):
-        columns = np.abs(strategy.columns(epoch * cycle, min(n, (epoch + 1) * cycle)))
-        for j, column in enumerate(columns):
+        for j, column in enumerate(columns(epoch * cycle, min(n, (epoch + 1) * cycle))):
             row = epoch * cycle + j - start  # of the column's first entry
             skipped = max(0, -row)
             if skipped < bands:

@@ -194,7 +194,7 @@ class Engine:
     def _check_values(self, state: State, gradients: Any, scale: Any) -> None:
         """What can only be checked where values are known: outside of jit."""
         if not _traced(scale):
-            _check.real("scale", float(scale), 0)
+            checks.check_scale(float(scale))
         if not _traced(state.step):
             checks.check_step(int(state.step), self.schedule.steps)
         for name, leaf in named(gradients).items():

@@ -160,7 +160,7 @@ class Engine:
         So a GPU has work while the host prepares, where something must be waited for in between.
         """
         self._check(state, gradients)
-        scale = _check.real("scale", scale, 0)
+        scale = checks.check_scale(scale)
         self._prepare(state)
         step, number = self.schedule.step(state.step, state.refreshed), (state.step, state.loads)
         advance = self._ready(

@@ -108,7 +108,8 @@ def make_private(
         raise _check.fail("plan", type(plan).__name__, "must be a Plan", "make one with bandmf.plan(...)")
     plan = copy.copy(plan)  # by its constructor, which checks everything again; and nothing is cached
     model = model.module if isinstance(model, DistributedDataParallel) else model
-    clip_norm = _check.real("clip_norm", clip_norm, 0, open_low=True)
+    clip_norm = _check.real("clip_norm", clip_norm)
+    plan.deviation(clip_norm)  # refuses what float32 does not hold
     _check.choice("loss_reduction", loss_reduction, ("mean", "sum"))
     end_earlier(model)
     check(model, clipping=clipping).refuse()

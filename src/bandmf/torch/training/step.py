@@ -69,7 +69,7 @@ class Stepper:
         self.generators = Generators(key, ranks.rank)
         self.self_test: SelfTest | None = None
         self.left_out = torch.zeros((), dtype=torch.int64)  # examples whose gradient was not finite
-        self.scale = clip_norm * plan.noise_scale
+        self.scale = plan.deviation(clip_norm)
         self.engine = Engine(
             plan.strategy,
             key,
