@@ -25,7 +25,7 @@ from bandmf.strategies.toeplitz import BandedToeplitz
 
 MARGIN = 1 + 2.0**-22  # of the deviation of the noise
 LEAST, MOST = 1e-30, 1e30  # of what noise is multiplied by: float32 has normal numbers from 1e-38 to 3e38
-_COARSEST = 2.0**-12  # of the noise, by which rounding may change it
+_COARSEST = 2.0**-13  # of the noise, by which rounding may change it
 _NEGLIGIBLE = 2.0**-100  # what is smaller counts nothing, and products with it leave the normal range
 
 
