@@ -179,7 +179,9 @@ def _places(given: tuple[int, ...], count: int) -> tuple[int, ...]:
 def _check_apart(chosen: tuple[int, ...], batched: tuple[int, ...]) -> None:
     if set(batched) & set(chosen):
         given = chosen[0] if len(chosen) == 1 else chosen
-        raise _check.fail("argnums", given, f"may not be among batch_argnums={batched}: those are the examples")
+        raise _check.fail(
+            "argnums", given, f"may not be among batch_argnums={batched}: those are the examples"
+        )
 
 
 def _check_others(

@@ -25,7 +25,9 @@ class Continuity:
     def remember(self, tree: Any) -> None:
         """The state in what a step returned; where it is not in there, nothing is known of it."""
         states = private_states(tree)
-        self._known = [_reference(leaf) for leaf in jax.tree.leaves(states[0].noise)] if len(states) == 1 else None
+        self._known = (
+            [_reference(leaf) for leaf in jax.tree.leaves(states[0].noise)] if len(states) == 1 else None
+        )
 
     def check(self, state: PrivateState, digest: Callable[[Any], bytes]) -> None:
         """Refuse a state that is another one."""

@@ -275,7 +275,9 @@ class Run:
     def _at_hand(self, kind: type) -> Any:
         if not isinstance(self._batch, kind):
             where = "run.batches(...)" if kind is Batch else "run.chunks(...)"
-            raise RuntimeError(f"there is no batch: draw from {where}, and release each once")
+            raise RuntimeError(
+                f"there is no batch: draw from {where}, and release each once; run.restore ends the one at hand"
+            )
         return self._batch
 
     def _state_in(self, tree: Any) -> PrivateState:
