@@ -1,4 +1,4 @@
-"""What tests/attacks/test_jax_clipping_leaks.py runs in a process with eight virtual devices: jax_shard_map_clipping.py"""
+"""What tests/attacks/test_jax_clipping_leaks.py runs in a process with eight virtual devices."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def linear(weights, example):
 
 
 def moved(total):
-    """By how much another example in the place of one moves the sum, beside equal ones: by 2, if each is clipped alone."""
+    """By how much another example in the place of one moves the sum, beside equal ones: by 2, if clipped alone."""
     x, every = np.full((ROWS, 3), 2.0, np.float32), np.ones(ROWS, bool)
     before = total(jnp.zeros(3), x, every)
     x[0] = -1e4
@@ -45,11 +45,8 @@ def main():
     x, mask = np.random.default_rng(0).normal(size=(ROWS, 3)).astype(np.float32) * 10, np.arange(ROWS) % 3 > 0
     plain = clipped_gradient(linear, clip_norm=1.0)
     expected = np.asarray(plain(jnp.zeros(3), x, mask=mask).total)
-    for name, more, check in (
-        ("sum", {}, {}),
-        ("microbatches", {"microbatch": 1}, {}),
-        ("old", {}, {"check_vma": False}),
-    ):
+    cases = ("sum", {}, {}), ("microbatches", {"microbatch": 1}, {}), ("unchecked", {}, {"check_vma": False})
+    for name, more, check in cases:
         gradient = over_devices(mesh, clipped_gradient(linear, clip_norm=1.0, **more), **check)
         np.testing.assert_allclose(gradient(jnp.zeros(3), x, mask).total, expected, atol=2e-6)
         assert moved(lambda *given, own=gradient: np.asarray(own(*given).total)) <= 2 + 1e-5

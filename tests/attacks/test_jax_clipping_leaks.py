@@ -167,7 +167,7 @@ def test_the_first_batch_is_not_released_in_every_step():
 
 
 def test_a_mask_that_is_forgotten_is_noticed_where_a_loss_swallows_nan():
-    training, run, batch, _ = begin()
+    _, _, batch, _ = begin()
 
     def loss(weights, example):
         return jnp.where(example[0][0] > 0.5, 1.0, -1.0) * weights[0]

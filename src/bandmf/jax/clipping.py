@@ -36,8 +36,8 @@ class Clipped:
     """The sum of clipped gradients, a pytree like the parameters, and the norm that each was clipped to.
 
     `bandmf.jax.privatize` takes it apart, if its noise is for this norm; it is no update of the parameters.
-    `shapes` are those of the arrays that were clipped together. They stay as they are where vmap, scan or shard_map make
-    larger arrays of several sums, whose norm is that of none of them: such a sum is refused.
+    `shapes` are those of the arrays that were clipped together. They stay as they are where vmap, scan or shard_map
+    make larger arrays of several sums, whose norm is that of none of them: such a sum is refused.
     """
 
     total: Any
@@ -239,17 +239,18 @@ def _varying(tree: Any) -> frozenset[str]:
             axes = getattr(kind.manual_axis_type, "varying", None) or frozenset()
         if axes is None and jax.sharding.get_abstract_mesh().manual_axes:
             raise RuntimeError(
-                f"jax {jax.__version__}: does not say which arrays differ between devices; use clipped_gradient outside "
-                "of shard_map"
+                f"jax {jax.__version__}: does not say which arrays differ between devices; use clipped_gradient "
+                "outside of shard_map"
             )
         found |= axes or frozenset()
     return found
 
 
 def _made_varying(leaf: Any, axes: tuple[str, ...]) -> Any:
-    if hasattr(lax, "pcast"):
-        return lax.pcast(leaf, axes, to="varying")
-    return lax.pvary(leaf, axes)
+    cast = getattr(lax, "pcast", None)
+    if cast is not None:
+        return cast(leaf, axes, to="varying")
+    return getattr(lax, "pvary")(leaf, axes)  # noqa: B009 (in older versions of JAX)
 
 
 def _zeros(like: jax.ShapeDtypeStruct) -> Any:

@@ -29,7 +29,7 @@ from bandmf.randomness.key import Key
 
 Array = jax.Array
 CORE = "bandmf_privatize"  # the name, in a traced program, of what draws the noise of a step
-_PUBLIC = np.arange(1, WORDS + 1, dtype=np.uint32)  # seeds for digests of what is no secret
+_PUBLIC: Any = np.arange(1, WORDS + 1, dtype=np.uint32)  # seeds for digests of what is no secret
 _NO_KEY = Key(bytes(32))  # of the engine, whose key comes with every call
 
 

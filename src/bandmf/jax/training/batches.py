@@ -77,9 +77,9 @@ class Batch:
         leaves = jax.tree.leaves(total)
         if not any(all(any(leaf is own for own in one) for leaf in leaves) for one in sums):
             raise ValueError(
-                f"step={self.step}: total is not what batch.sum gave for this batch, and nothing was released; two sums "
-                "added up have twice the clip norm. Change nothing between batch.sum and run.release, or read the batch "
-                "piece by piece (for rows in batch) if you answer for the sum"
+                f"step={self.step}: total is not what batch.sum gave for this batch, and nothing was released; two "
+                "sums added up have twice the clip norm. Change nothing between batch.sum and run.release, or read the "
+                "batch piece by piece (for rows in batch) if you answer for the sum"
             )
 
 

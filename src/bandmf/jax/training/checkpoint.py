@@ -65,10 +65,10 @@ def restore(run: Run, tree: Any) -> Any:
     """The last checkpoint, laid out like `tree`; `tree` itself if there is none."""
     found = run.processes.on_first(lambda: seal.checkpoints(_folder(run)))
     if not found:
-        step = int(_parts(tree)[1].step)
-        if step != run.steps_taken:
+        given = int(_parts(tree)[1].step)
+        if given != run.steps_taken:
             raise _check.fail(
-                "state.step", step, f"nothing was saved yet, and this run has taken {run.steps_taken} steps",
+                "state.step", given, f"nothing was saved yet, and this run has taken {run.steps_taken} steps",
                 "go on with what run.release returned last, or open the run again and begin as it began",
             )  # fmt: skip
         return tree

@@ -1,7 +1,7 @@
 """How often a traced program draws the noise of a step: once, or it is refused.
 
-Calls of `privatize` cannot be counted while a program is traced: a jitted update that is called twice is traced once, and
-one that was traced for another program not at all. So they are counted in what was traced, in all that it calls.
+Calls of `privatize` cannot be counted while a program is traced: a jitted update that is called twice is traced once,
+and one that was traced for another program not at all. So they are counted in what was traced, in all that it calls.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def check_one(program: Any) -> None:
     count = _count(body)
     if count != 1:
         raise ValueError(
-            f"advance: used privatize {count} times; a step has one sum, and one noise: another sum with the same noise "
-            "would show their difference"
+            f"advance: used privatize {count} times; a step has one sum, and one noise: another sum with the same "
+            "noise would show their difference"
         )
 
 
@@ -54,8 +54,8 @@ def _drawn(eqn: Any) -> int:
 
 def _refused(where: str) -> ValueError:
     return ValueError(
-        f"advance: used privatize inside of {where}, and so for several sums; a step has one sum, and one noise: use it "
-        "outside, for the one sum of all parameters"
+        f"advance: used privatize inside of {where}, and so for several sums; a step has one sum, and one noise: use "
+        "it outside, for the one sum of all parameters"
     )
 
 

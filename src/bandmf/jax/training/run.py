@@ -388,5 +388,6 @@ class Run:
 def _check_outside(*given: Any) -> None:
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(given)):
         raise RuntimeError(
-            "run.release stays outside of jit, as it writes to the disk: jit the gradient and the update that it is given"
+            "run.release stays outside of jit, as it writes to the disk: jit the gradient, and the update that it is "
+            "given"
         )
