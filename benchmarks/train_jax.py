@@ -141,7 +141,7 @@ class Ours(Public):
         return optax.apply_updates(weights, updates), state
 
     def step(self) -> None:
-        next(self.batches)
+        next(iter(next(self.batches)))
         total = self.gradient(self.weights, self.text)
         self.weights, self.state = self.run.release(self.release, total, self.weights, self.state)
 

@@ -130,6 +130,7 @@ def test_a_finished_chunk_is_refused_with_other_weights_before_it_runs():
     run, training = open_run(plan), Training(plan)
     run.release_chunk(training.advance, next(run.chunks(data(), steps=4)), *training.begin())
     run.steps_taken = 0
+    run._noise.remember(None)
     seen = []
 
     def advance(rows, weights, state, secret):

@@ -3,7 +3,9 @@
 Guarantees:
 - an example contributes at most clip_norm, in float32 whatever the model's precision: norms are never below the true
   ones, by a bound on all rounding errors of their sums;
-- what it contributes does not depend on other examples: `loss` sees one example at a time;
+- norm and sum come from the same numbers: gradients are computed once, as the result of a conditional;
+- what it contributes does not depend on other examples: `loss` sees one example at a time, and inside of shard_map the
+  gradients of different devices are not added before they are clipped;
 - rows that a mask leaves out, and examples whose gradient is not finite or longer than 10^19 clip norms, contribute
   exactly zero.
 """
@@ -21,22 +23,45 @@ import jax.numpy as jnp
 from jax import lax
 
 from bandmf import _check
+from bandmf.jax.noise.digest import words
 
 Array = jax.Array
 LEAF = 128  # numbers added up one after the other; then the sums of these, and so on
 ROUNDING = 2.0**-24  # the largest relative error of one operation in float32
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("total",), meta_fields=("clip_norm",))
+@partial(jax.tree_util.register_dataclass, data_fields=("total",), meta_fields=("clip_norm", "shapes"))
 @dataclass(frozen=True)
 class Clipped:
     """The sum of clipped gradients, a pytree like the parameters, and the norm that each was clipped to.
 
     `bandmf.jax.privatize` takes it apart, if its noise is for this norm; it is no update of the parameters.
+    `shapes` are those of the arrays that were clipped together. They stay as they are where vmap, scan or shard_map
+    make larger arrays of several sums, whose norm is that of none of them: such a sum is refused.
     """
 
     total: Any
     clip_norm: float
+    shapes: tuple[tuple[int, ...], ...] | None = None  # of `total`, unless told
+
+    def __post_init__(self) -> None:
+        if self.shapes is None:
+            object.__setattr__(self, "shapes", _shapes(self.total))
+
+    def check_whole(self) -> None:
+        """Refuse what was put together from several sums."""
+        found = _shapes(self.total)
+        if found != self.shapes:
+            raise _check.fail(
+                "total", f"arrays of the shapes {found}", f"what was clipped together has {self.shapes}: an example "
+                "would add as much to each part as to one alone",
+                "clip once for all parameters: put vmap, scan or the like inside of the loss, not around "
+                "clipped_gradient; inside of shard_map, let every device have the whole parameters",
+            )  # fmt: skip
+
+
+def _shapes(tree: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(getattr(leaf, "shape", ())) for leaf in jax.tree.leaves(tree))
 
 
 class Examples(NamedTuple):
@@ -82,46 +107,47 @@ def clipped_gradient(
         _check.whole("microbatch", microbatch)
     batched = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
     chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    if set(batched) & set(chosen):
-        raise _check.fail(
-            "argnums", argnums, f"may not be among batch_argnums={batch_argnums}: those are the examples"
-        )
+    _check_apart(chosen, batched)
     differentiated = jax.value_and_grad(loss, argnums, has_aux=has_aux)
+    looked_at = has_aux or return_examples
 
-    def one(arguments: tuple[Any, ...], example: tuple[Any, ...]) -> tuple[Any, Examples]:
-        """The clipped gradient of one example."""
+    def one(arguments: tuple[Any, ...], places: tuple[int, ...], example: tuple[Any, ...]) -> tuple[Any, Any]:
+        """The gradient of one example, and what else is wanted of it."""
         whole = list(arguments)
-        for place, given in zip(batched, example, strict=True):
+        for place, given in zip(places, example, strict=True):
             whole[place] = jax.tree.map(lambda leaf: leaf[None], given) if keep_batch_dim else given
         value, gradient = differentiated(*whole)
-        value, aux = value if has_aux else (value, None)
-        gradient, norm = _clip(gradient, clip_norm)
-        return gradient, Examples(value, norm, aux)
+        return gradient, value if looked_at else None
 
     def summed(*arguments: Any, mask: Array | None = None) -> Any:
-        rows = _rows([arguments[place] for place in batched])
-        _check_real(arguments, chosen)
+        places, weights = (_places(these, len(arguments)) for these in (batched, chosen))
+        _check_apart(weights, places)
+        _check_real(arguments, weights)
+        rows = _rows([arguments[place] for place in places])
         kept = jnp.ones(rows, bool) if mask is None else jnp.asarray(mask, bool)
         if kept.shape != (rows,):
             raise _check.fail("mask.shape", kept.shape, f"must be ({rows},): one entry for each row")
-        _check_others(arguments, batched, chosen, rows)
-        others = tuple(None if place in batched else given for place, given in enumerate(arguments))
-        examples = tuple(arguments[place] for place in batched)
-        every = jax.vmap(partial(one, others), spmd_axis_name=spmd_axis_name)
+        _check_others(arguments, places, weights, rows)
+        examples = tuple(arguments[place] for place in places)
+        own = _own_weights(arguments, weights, (examples, kept))
+        others = tuple(None if place in places else given for place, given in enumerate(own))
+        every = jax.vmap(partial(one, others, places), spmd_axis_name=spmd_axis_name)
+        always = _always([own[place] for place in weights])
 
-        def add_up(part: Any) -> tuple[Any, Examples]:
-            own, counts = part
-            gradients, seen = every(own)
-            return jax.tree.map(
-                lambda leaf: _masked_sum(leaf, counts & jnp.isfinite(seen.norms)), gradients
-            ), seen
+        def add_up(part: Any) -> tuple[Any, Any]:
+            given, counts = part
+            gradients, more = _computed_once(every, given, always)
+            gradients, norms = jax.vmap(partial(_clip, clip_norm=clip_norm))(gradients)
+            total = jax.tree.map(lambda leaf: _masked_sum(leaf, counts & jnp.isfinite(norms)), gradients)
+            value, aux = more if has_aux else (more, None)
+            return total, Examples(value, norms, aux) if looked_at else None
 
         if microbatch is None or microbatch >= rows:
             total, seen = add_up((examples, kept))
         else:
             total, seen = _in_turns(add_up, (examples, kept), rows, microbatch)
         result = Clipped(total, clip_norm)
-        return (result, seen) if has_aux or return_examples else result
+        return (result, seen) if looked_at else result
 
     return summed
 
@@ -130,7 +156,7 @@ def _check_real(arguments: tuple[Any, ...], chosen: tuple[int, ...]) -> None:
     """Refuse to differentiate what is no real number, such as the state of an optimizer."""
     for place in chosen:
         for leaf in jax.tree.leaves(arguments[place]):
-            if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
                 raise _check.fail(
                     f"dtype in argument {place}", str(jnp.result_type(leaf)),
                     "must be a floating-point type: the gradient is taken by this argument",
@@ -139,21 +165,117 @@ def _check_real(arguments: tuple[Any, ...], chosen: tuple[int, ...]) -> None:
                 )  # fmt: skip
 
 
+def _computed_once(function: Callable[[Any], Any], given: Any, always: Array) -> Any:
+    """What a function gives, as the result of a conditional that always holds.
+
+    Compilers compute again what is used twice: with a fused multiply-add for the norm and without one for the sum, one
+    example was seen to add 347,287 clip norms. They cannot see through a conditional, as they do, on CPUs, through a
+    barrier.
+    """
+    shapes = jax.eval_shape(function, given)
+    return lax.cond(always, function, lambda _: jax.tree.map(_zeros, shapes), given)
+
+
+def _always(weights: Any) -> Array:
+    """True, computed from the weights in a way that no compiler knows to be true: it would drop the conditional."""
+    held = [leaf for leaf in jax.tree.leaves(weights) if jnp.size(leaf)]
+    smallest = min(held, key=jnp.size, default=jnp.zeros(1))
+    return lax.population_count(words(smallest).max()) <= 32
+
+
+def _places(given: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """Places of arguments, counted from the first."""
+    if any(not -count <= place < count for place in given):
+        raise _check.fail("batch_argnums or argnums", given, f"there are {count} arguments")
+    return tuple(place % count for place in given)
+
+
+def _check_apart(chosen: tuple[int, ...], batched: tuple[int, ...]) -> None:
+    if set(batched) & set(chosen):
+        given = chosen[0] if len(chosen) == 1 else chosen
+        raise _check.fail(
+            "argnums", given, f"may not be among batch_argnums={batched}: those are the examples"
+        )
+
+
 def _check_others(
     arguments: tuple[Any, ...], batched: tuple[int, ...], chosen: tuple[int, ...], rows: int
 ) -> None:
     """Refuse what every example would see, though it looks as if it had a row for each."""
     others = [place for place in range(len(arguments)) if place not in (*batched, *chosen)]
+    # Of one row, it would be the example's own.
     alike = [place for place in others if rows > 1 and rows in _lengths(arguments[place])]
     if alike:
         raise _check.fail(
             "batch_argnums", batched, f"argument {alike[0]} has {rows} rows too, and every example would see them all",
-            f"use batch_argnums={(*batched, *alike)}; what is for all examples alike, bind with functools.partial",
+            f"if these are rows of the examples, use batch_argnums={(*batched, *alike)}; if they are for all examples "
+            "alike, such as frozen weights, bind them: functools.partial(loss, name=...)",
         )  # fmt: skip
 
 
 def _lengths(tree: Any) -> set[int]:
-    return {leaf.shape[0] for leaf in jax.tree.leaves(tree) if getattr(leaf, "ndim", 0)}
+    """Of the first dimension of every array that is longer than one."""
+    shapes = [[size for size in getattr(leaf, "shape", ()) if size > 1] for leaf in jax.tree.leaves(tree)]
+    return {shape[0] for shape in shapes if shape}
+
+
+# --- inside of shard_map ----------------------------------------------------------------------------------
+
+
+def _own_weights(arguments: tuple[Any, ...], chosen: tuple[int, ...], examples: Any) -> tuple[Any, ...]:
+    """The arguments, with weights of which every device has its own copy where examples differ between devices.
+
+    The gradient of weights that devices share is a sum over all of them, and would be clipped as one.
+    """
+    axes = _varying(examples)
+
+    def own(leaf: Any) -> Any:
+        if beyond := _varying(leaf) - axes:
+            raise _check.fail(
+                "weights", f"cut over the mesh axes {sorted(beyond)}", "a device would clip its own part of a gradient "
+                "by itself", "inside of shard_map, cut examples only; weights can be cut by jit, without shard_map",
+            )  # fmt: skip
+        missing = tuple(sorted(axes - _varying(leaf)))
+        return _made_varying(leaf, missing) if missing else leaf
+
+    return tuple(
+        jax.tree.map(own, given) if place in chosen else given for place, given in enumerate(arguments)
+    )
+
+
+def _varying(tree: Any) -> frozenset[str]:
+    """The mesh axes of a shard_map over which arrays differ from device to device."""
+    found: frozenset[str] = frozenset()
+    for leaf in jax.tree.leaves(tree):
+        kind = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+        axes = getattr(kind, "vma", None)
+        if axes is None and hasattr(kind, "manual_axis_type"):  # as later versions of JAX call it
+            axes = getattr(kind.manual_axis_type, "varying", None) or frozenset()
+        if axes is None and jax.sharding.get_abstract_mesh().manual_axes:
+            raise RuntimeError(
+                f"jax {jax.__version__}: does not say which arrays differ between devices; use clipped_gradient "
+                "outside of shard_map"
+            )
+        found |= axes or frozenset()
+    return found
+
+
+def _made_varying(leaf: Any, axes: tuple[str, ...]) -> Any:
+    cast = getattr(lax, "pcast", None)
+    if cast is not None:
+        return cast(leaf, axes, to="varying")
+    return getattr(lax, "pvary")(leaf, axes)  # noqa: B009 (in older versions of JAX)
+
+
+def _zeros(like: jax.ShapeDtypeStruct) -> Any:
+    """Zeros of the same type: cut over an explicit mesh, and different between devices, where the others are."""
+    mesh = jax.sharding.get_abstract_mesh()
+    sharding = like.sharding if getattr(mesh, "explicit_axes", ()) else None
+    made, axes = lax.full(like.shape, 0, like.dtype, sharding=sharding), tuple(sorted(_varying(like)))
+    return _made_varying(made, axes) if axes else made
+
+
+# --- norms and sums ---------------------------------------------------------------------------------------
 
 
 def _clip(gradient: Any, clip_norm: float) -> tuple[Any, Array]:
@@ -219,7 +341,7 @@ def _in_turns(add_up: Callable[[Any], tuple[Any, Any]], batch: Any, rows: int, s
 
     parts = jax.tree.map(split, batch)
     shapes = jax.eval_shape(add_up, jax.tree.map(lambda leaf: leaf[0], parts))[0]
-    start = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    start = jax.tree.map(_zeros, shapes)
 
     def turn(sums: Sums, part: Any) -> tuple[Sums, Any]:
         more, seen = add_up(part)

@@ -3,6 +3,7 @@
 Guarantees, in compiled code too, where nothing can raise:
 - the noise of a step is added only with the secret for that very step and run, and only to the very sum that the ledger
   of bandmf.jax.Run has; with any other step, run or sum the result is NaN;
+- so it is with other coefficients than the plan's, which are arrays of the state;
 - a sum that was clipped to another norm than the noise is for, or of which nothing is known, is refused;
 - the secret is an argument: neither a constant of the program nor part of the state.
 """
@@ -10,12 +11,14 @@ Guarantees, in compiled code too, where nothing can raise:
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from bandmf import _check
@@ -26,7 +29,8 @@ from bandmf.planning import Plan
 from bandmf.randomness.key import Key
 
 Array = jax.Array
-_uses = 0  # of all updates, called or traced
+CORE = "bandmf_privatize"  # the name, in a traced program, of what draws the noise of a step
+_PUBLIC: Any = np.arange(1, WORDS + 1, dtype=np.uint32)  # seeds for digests of what is no secret
 _NO_KEY = Key(bytes(32))  # of the engine, whose key comes with every call
 
 
@@ -107,29 +111,20 @@ def privatize(
         plan.strategy, _NO_KEY, max_vectors=plan.max_vectors, kept_inputs=plan.kept_inputs, mesh=mesh
     )
 
+    coefficients = np.asarray(digest(engine.coefficients, _PUBLIC))
+
     def init(params: Any) -> PrivateState:
         refuse_several(any(map(_is_one_of_many, jax.tree.leaves(params))))
         # Two arrays, not one twice: a buffer can be donated once.
         provenance, found = (jnp.zeros(WORDS, jnp.uint32) for _ in range(2))
         return PrivateState(engine.init(params), provenance, found, plan.digest, clip_norm)
 
-    def update(
-        updates: Any, state: PrivateState, params: Any = None, *, secret: Secret | None = None, **_: Any
-    ) -> tuple[Any, PrivateState]:
-        global _uses
-        _uses += 1
-        if not isinstance(state, PrivateState):
-            raise _check.fail(
-                "state", type(state).__name__, "must be the state of privatize",
-                "the order is optimizer.update(total, state, weights, secret=secret), and run.release(update, total, "
-                "weights, state) passes its arguments on as they come",
-            )  # fmt: skip
-        refuse_several(any(map(_is_one_of_many, jax.tree.leaves((updates, state)))))
-        total = _opened(updates, clip_norm)
-        secret = _checked(secret, plan, total)
+    def core(total: Any, state: PrivateState, secret: Secret) -> tuple[Array, Any, State, Array]:
+        """The digest of the sum, the noisy sum, the state of the noise after it, and the run."""
         found = digest(total, secret.seeds)
         own = jnp.where(state.step == 0, secret.run, state.provenance)
         permitted = (secret.step == state.step) & jnp.all(own == secret.run)
+        permitted &= jnp.all(digest(state.noise.coefficients, _PUBLIC) == coefficients)
         if not secret.digests:
             permitted &= jnp.all(found == secret.sum)
         if not _traced(permitted) and not bool(permitted):
@@ -140,6 +135,21 @@ def privatize(
         noisy, noise = engine.add(
             state.noise, total, jnp.where(permitted, jnp.float32(scale), jnp.nan), secret.noise_key
         )
+        return found, noisy, noise, own
+
+    def update(
+        updates: Any, state: PrivateState, params: Any = None, *, secret: Secret | None = None, **_: Any
+    ) -> tuple[Any, PrivateState]:
+        if not isinstance(state, PrivateState):
+            raise _check.fail(
+                "state", type(state).__name__, "must be the state of privatize",
+                "the order is optimizer.update(total, state, weights, secret=secret), and run.release(update, total, "
+                "weights, state) passes its arguments on as they come",
+            )  # fmt: skip
+        refuse_several(any(map(_is_one_of_many, jax.tree.leaves((updates, state)))))
+        total = _opened(updates, clip_norm)
+        secret = _checked(secret, plan, total)
+        found, noisy, noise, own = _named(core, total, state, secret)
         mean = jax.tree.map(lambda leaf: leaf / jnp.float32(plan.batch_size), noisy)
         if params is not None:
             mean = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), mean, params)
@@ -148,9 +158,16 @@ def privatize(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def uses() -> int:
-    """How often an update was called, or traced, so far."""
-    return _uses
+def _named(core: Callable[..., Any], *given: Any) -> Any:
+    """core(*given); in a program that is traced, as a call with a name, so that noises in it can be counted."""
+    if not any(_traced(leaf) for leaf in jax.tree.leaves(given)):
+        return core(*given)
+
+    def named(*given: Any) -> Any:  # a new function, as its trace must not be used for another layout
+        return core(*given)
+
+    named.__name__ = named.__qualname__ = CORE
+    return jax.jit(named)(*given)
 
 
 def _checked(secret: Secret | None, plan: Plan, total: Any) -> Secret:
@@ -202,6 +219,7 @@ def _opened(updates: Any, clip_norm: float) -> Any:
             f"the gradients were clipped to {updates.clip_norm}",
             "use one norm for both",
         )
+    updates.check_whole()
     return single(updates).total
 
 

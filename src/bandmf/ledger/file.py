@@ -108,7 +108,10 @@ class LockedLines:
                 raise OSError(f"{self.path}: the disk is full")
             os.fsync(self._file)
         except BaseException:  # Ctrl-C too
-            os.ftruncate(self._file, before)  # half a line must not come before the next
+            # Half a line must not come before the next: if it cannot be taken off now, it goes with the next `append`.
+            self._torn = os.fstat(self._file).st_size - before
+            os.ftruncate(self._file, before)
+            self._torn = 0
             raise
 
     def close(self) -> None:

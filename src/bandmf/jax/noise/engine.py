@@ -143,6 +143,11 @@ class Engine:
         )
         return State(step, history, provenance, prepared, refreshed, coefficients)
 
+    @property
+    def coefficients(self) -> Table:
+        """What a state of this engine must have."""
+        return self._table
+
     def noise_key(self) -> Array:
         """The key words of the noise, for `add`."""
         return jnp.asarray(chacha.key_words(self.key.derive("noise").secret), jnp.uint32)

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from bandmf import _check
-from bandmf.jax.clipping import Sums, added, together
+from bandmf.jax.clipping import Clipped, Sums, added, together
 from bandmf.randomness.stream import Indices
 
 Array = jax.Array
@@ -38,25 +38,58 @@ class Batch:
 
     def __init__(self, step: int, indices: Indices, source: Source) -> None:
         self.step, self._indices, self._source = step, indices, source
+        self._read = False  # piece by piece
+        self._sums: list[list[Any]] = []  # the arrays that `sum` gave
 
     def __iter__(self) -> Iterator[Rows]:
         """Its pieces, at least one, for functions that `sum` is not for."""
+        self._read = True
+        return self._pieces()
+
+    def _pieces(self) -> Iterator[Rows]:
         capacity = self._source.capacity
         for begin in range(0, max(1, len(self._indices)), capacity):
             yield self._source.rows(self._indices[begin : begin + capacity])
 
     def sum(self, gradient: Callable[..., Any]) -> Any:
         """gradient(data, mask=mask), added up over the pieces of the batch: one, but for the largest batches."""
-        pieces = iter(self)
+        pieces = self._pieces()
         first = next(pieces)
+        self._source.check_mask(gradient, first)
         total, sums = gradient(first.data, mask=first.mask), None
         for piece in pieces:
             sums = Sums(total, jax.tree.map(jnp.zeros_like, total)) if sums is None else sums
             sums = _add(sums, gradient(piece.data, mask=piece.mask))
-        return total if sums is None else together(sums)
+        result = total if sums is None else together(sums)
+        self._sums.append(jax.tree.leaves(result))
+        return result
+
+    def check_sum(self, total: Any) -> None:
+        """Refuse a total that is not of this batch, as far as that can be told."""
+        sums, self._sums = self._sums, []
+        if self._read:
+            return
+        if not sums:
+            raise RuntimeError(
+                f"step={self.step}: the batch was not read, so total is not its sum; nothing was released: use "
+                "batch.sum(...) in every step, as examples take part in other steps than was accounted for otherwise"
+            )
+        leaves = jax.tree.leaves(total)
+        if not any(all(any(leaf is own for own in one) for leaf in leaves) for one in sums):
+            raise ValueError(
+                f"step={self.step}: total is not what batch.sum gave for this batch, and nothing was released; two "
+                "sums added up have twice the clip norm. Change nothing between batch.sum and run.release, or read the "
+                "batch piece by piece (for rows in batch) if you answer for the sum"
+            )
 
 
 _add = jax.jit(added, donate_argnums=0)
+
+
+@jax.jit
+def _any(leaves: list[Array]) -> Array:
+    """Whether any number is not zero."""
+    return jnp.array([jnp.any(leaf != 0) for leaf in leaves], bool).any()
 
 
 class Source:
@@ -75,7 +108,7 @@ class Source:
         sharding: NamedSharding | None,
     ) -> None:
         self._load = data if callable(data) else partial(_take, _checked(data, examples))
-        self._sharding = sharding
+        self._sharding, self._mask_counts = sharding, False
         self._share = 1 if sharding is None else _shares(sharding)
         if capacity is None:
             usual = batch_size + _DEVIATIONS * math.sqrt(batch_size) + 1
@@ -87,6 +120,23 @@ class Source:
         larger = copy.copy(self)
         larger.capacity = -(-max(rows, self.capacity) // self._share) * self._share
         return larger
+
+    def check_mask(self, gradient: Callable[..., Any], rows: Rows) -> None:
+        """Refuse, at the first batch, a gradient that counts rows which are masked."""
+        if self._mask_counts:
+            return
+        found = gradient(rows.data, mask=jnp.zeros_like(rows.mask))
+        sums = jax.tree.leaves(found, is_leaf=lambda node: isinstance(node, Clipped))
+        leaves = jax.tree.leaves([each for each in sums if isinstance(each, Clipped)])
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            return
+        if _any(leaves):
+            raise ValueError(
+                "mask: rows that are masked count in the sum; pass the mask on: "
+                "batch.sum(lambda data, mask: gradient(weights, data, mask=mask)), or "
+                "batch.sum(partial(gradient, weights))"
+            )
+        self._mask_counts = True
 
     def rows(self, indices: Indices) -> Rows:
         """These examples, filled up to `capacity`."""

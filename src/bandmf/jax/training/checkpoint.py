@@ -65,6 +65,12 @@ def restore(run: Run, tree: Any) -> Any:
     """The last checkpoint, laid out like `tree`; `tree` itself if there is none."""
     found = run.processes.on_first(lambda: seal.checkpoints(_folder(run)))
     if not found:
+        given = int(_parts(tree)[1].step)
+        if given != run.steps_taken:
+            raise _check.fail(
+                "state.step", given, f"nothing was saved yet, and this run has taken {run.steps_taken} steps",
+                "go on with what run.release returned last, or open the run again and begin as it began",
+            )  # fmt: skip
         return tree
     known = checkpoints.verify(found[-1], run.run_id, run.ledger, run.processes)
     contents = json.loads((found[-1] / CONTENTS).read_bytes())

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from bandmf.jax.privatize import PrivateState, Secret, private_states, uses
+from bandmf.jax.privatize import PrivateState, Secret, private_states
+from bandmf.jax.training import noises
 from bandmf.jax.training.batches import Rows, Source
 from bandmf.randomness.stream import Indices
 
@@ -57,7 +58,9 @@ class Programs:
         kinds = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in map(jnp.asarray, leaves))
         known = advance, structure, kinds
         if known not in self._known:
-            lowered = jax.jit(_scan(advance), donate_argnums=2).lower(*given)
+            traced = jax.jit(_scan(advance), donate_argnums=2).trace(*given)
+            noises.check_one(traced.jaxpr.jaxpr)
+            lowered = traced.lower()
             identity = hashlib.sha256(lowered.as_text().encode()).digest()
             self._known[known] = Program(lowered.compile(), identity)
         return self._known[known]
@@ -76,7 +79,7 @@ def deciding(carry: Any) -> Any:
     def kept(node: Any) -> Any:
         if not isinstance(node, PrivateState):
             return node
-        return node.step, node.noise.history, node.provenance
+        return node.step, node.noise.history, node.noise.coefficients, node.provenance
 
     return jax.tree.map(kept, carry, is_leaf=lambda node: isinstance(node, PrivateState))
 
@@ -87,15 +90,10 @@ def _scan(advance: Callable[..., Any]) -> Callable[..., Any]:
     def scan(secret: Secret, rows: Rows, carry: tuple[Any, ...]) -> tuple[Any, Array]:
         def step(carry: tuple[Any, ...], given: tuple[Rows, Array]) -> tuple[Any, Array]:
             own, ahead = given
-            before = uses()
             result = advance(own, *carry, secret=secret.at(secret.step + ahead))
             if not isinstance(result, tuple) or len(result) != len(carry):
                 raise ValueError(
                     f"advance: must return a tuple of {len(carry)}, as it was given after the rows"
-                )
-            if uses() != before + 1:
-                raise ValueError(
-                    f"advance: used privatize {uses() - before} times; a step has one sum, and one noise"
                 )
             (state,) = private_states(result)
             return result, state.digest

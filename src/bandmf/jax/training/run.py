@@ -4,7 +4,8 @@ Guarantees:
 - the secret of a step is given out once, for the sum that the ledger has on the disk, and only inside of `release`;
 - only batches of the plan's sampler are used, each exactly once; skipping one (which would depend on the data) is an
   error;
-- a state that is not at the run's step is refused: it was dropped, kept back or belongs to another run.
+- a state that is not at the run's step is refused: it was dropped, kept back or belongs to another run; so is one whose
+  noise was changed between two steps, and a sum that is not of the batch at hand.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from jax.sharding import NamedSharding
 
 from bandmf import _check
 from bandmf.jax.clipping import Clipped
-from bandmf.jax.noise.digest import WORDS, all_finite, digest
-from bandmf.jax.privatize import PrivateState, Secret, private_states, refuse_several, single
+from bandmf.jax.privatize import PrivateState, private_states, refuse_several
 from bandmf.jax.training import checkpoint, chunks
 from bandmf.jax.training.batches import Batch, Source
 from bandmf.jax.training.chunks import Chunk
+from bandmf.jax.training.continuity import Continuity
 from bandmf.jax.training.mistakes import explained
 from bandmf.jax.training.processes import Processes
+from bandmf.jax.training.words import Words, examined
 from bandmf.ledger import Ledger
 from bandmf.ledger.run_folder import Opened
 from bandmf.planning import Plan
-from bandmf.randomness import chacha
 from bandmf.randomness.key import Key
 from bandmf.sampling import sampler
 
@@ -94,12 +95,13 @@ class Run:
             )
         self.steps_taken = 0
         self._steps_spent = self.on_ledger(lambda ledger: ledger.steps_spent)
+        self._unsure = False  # whether the ledger was interrupted while it wrote
         self._begun: float | None = None  # with this clip norm
         self._batch: Batch | Chunk | None = None  # drawn, and not yet released
-        self._passes = 0
+        self._passes, self._restored = 0, 0  # how many there were; the one that began with `restore`
         self._last: Any = None  # the digest of the sum of the last step
-        self._words = _Words(self._opened.run_key)
-        self._examine = jax.jit(_examined)
+        self._words, self._noise = Words(self._opened.run_key), Continuity()
+        self._examine = jax.jit(examined)
         self._programs = chunks.Programs()
 
     def _same_everywhere(self, name: str, value: Any, remedy: str) -> None:
@@ -137,7 +139,10 @@ class Run:
 
         A run that goes on from a copy (`moved="copied"`) adds what its ancestors had released when they were copied.
         """
-        steps = [*self._opened.inherited_steps, self._steps_spent]
+        ledger = self.ledger
+        # After Ctrl-C a line may be on the disk and not in memory; other processes have no ledger.
+        own = self._steps_spent if ledger is None or self._unsure else ledger.steps_spent
+        steps = [*self._opened.inherited_steps, own]
         return sum(self.plan.spent_after(each) for each in steps)
 
     # --- batches ------------------------------------------------------------------------------------------
@@ -185,6 +190,11 @@ class Run:
             yield mine
 
     def _check_released(self, mine: int) -> None:
+        if self._passes != mine and self._restored == self._passes:
+            raise RuntimeError(
+                "run.restore went back in the middle of a pass over the batches, which ended it; begin another one: "
+                "for batch in run.batches(...)"
+            )
         if self._passes != mine:
             raise RuntimeError("another pass over the batches began inside of this one; use one at a time")
         if self._batch is not None:
@@ -201,12 +211,14 @@ class Run:
         `total` is the sum of clipped gradients of the batch at hand; among the arguments is the state of the optimizer.
         """
         batch = self._at_hand(Batch)
+        _check_outside(total, arguments)
         if not isinstance(total, Clipped):
             raise _check.fail(
                 "total", type(total).__name__, "must be what clipped_gradient gives",
                 "the order is run.release(update, total, weights, state); state of another library's sum what it was "
                 "clipped to: bandmf.jax.Clipped(total, clip_norm)",
             )  # fmt: skip
+        total.check_whole()
         state = self._state_in(arguments)
         self._begin(state)
         words = self._words
@@ -215,14 +227,17 @@ class Run:
             raise ValueError(
                 f"step={batch.step}: a sum of gradients is not finite; nothing was released: clip with clipped_gradient"
             )
+        batch.check_sum(total)
         known = np.asarray(found)  # a copy of the host's: replicas that disagree get no noise but one
         self._same_everywhere("digest of the sum", known.tobytes(), _TOGETHER)
-        self.on_ledger(lambda ledger: ledger.release(batch.step, batch._indices.tobytes(), known.tobytes()))
-        self._steps_spent = max(self._steps_spent, batch.step + 1)
-        secret = words.secret(self.plan, batch.step, jnp.asarray(known))
+        self._record(
+            batch.step + 1,
+            lambda ledger: ledger.release(batch.step, batch._indices.tobytes(), known.tobytes()),
+        )
         with explained():
-            result = update(total, *arguments, secret=secret)
+            result = update(total, *arguments, secret=words.secret(self.plan, batch.step, jnp.asarray(known)))
         self.steps_taken, self._batch, self._last = batch.step + 1, None, known
+        self._noise.remember(result)
         return result
 
     def release_chunk(self, advance: Callable[..., Any], chunk: Chunk, *carry: Any) -> Any:
@@ -232,6 +247,7 @@ class Run:
         """
         if chunk is not self._at_hand(Chunk):
             raise ValueError("chunk: is not the one at hand; release the chunks of run.chunks in their order")
+        _check_outside(carry)
         state = self._state_in(carry)
         self._begin(state)
         secret, carry = self._words.secret(self.plan, chunk.step), chunks.as_stored(carry)
@@ -240,19 +256,32 @@ class Run:
         decides = chunks.deciding(carry), chunk.rows
         inputs = self._words.digest(decides) + program.identity + chunk.indices
         self._same_everywhere("inputs of the chunk", inputs, _TOGETHER)
-        self.on_ledger(lambda ledger: ledger.reserve(chunk.step, chunk.count, inputs))
-        self._steps_spent = max(self._steps_spent, chunk.step + chunk.count)
+        end = chunk.step + chunk.count
+        self._record(end, lambda ledger: ledger.reserve(chunk.step, chunk.count, inputs))
         result, digests = program.run(secret, chunk.rows, carry)
         sums = [each.tobytes() for each in np.asarray(digests)]
         self._same_everywhere("digests of the sums", sums, _TOGETHER)
         self.on_ledger(lambda ledger: ledger.finish(chunk.step, list(zip(chunk.batches, sums, strict=True))))
-        self.steps_taken, self._batch, self._last = chunk.step + chunk.count, None, None
+        self.steps_taken, self._batch, self._last = end, None, None
+        self._noise.remember(result)
         return result
+
+    def _record(self, end: int, action: Callable[[Ledger], Any]) -> None:
+        """Let the ledger record the steps before `end`; they count from then on, if it is not refused."""
+        before, self._steps_spent, self._unsure = self._steps_spent, max(self._steps_spent, end), True
+        try:
+            self.on_ledger(action)
+        except Exception:
+            self._steps_spent, self._unsure = before, False
+            raise
+        self._unsure = False
 
     def _at_hand(self, kind: type) -> Any:
         if not isinstance(self._batch, kind):
             where = "run.batches(...)" if kind is Batch else "run.chunks(...)"
-            raise RuntimeError(f"there is no batch: draw from {where}, and release each once")
+            raise RuntimeError(
+                f"there is no batch: draw from {where}, and release each once; run.restore ends the one at hand"
+            )
         return self._batch
 
     def _state_in(self, tree: Any) -> PrivateState:
@@ -273,6 +302,7 @@ class Run:
                 f"step={self.steps_taken - 1}: privatize was given another sum than run.release, so its result is NaN; "
                 "nothing may come before privatize in a chain, and release passes its total on as it is"
             )
+        self._noise.check(state, self._words.digest)
         return state
 
     def _one_state(self, tree: Any) -> PrivateState:
@@ -348,8 +378,11 @@ class Run:
         The state of the optimizer in `tree` may be as its init gives it, or any later one of this run.
         """
         self._begin(self._one_state(tree))
+        result = checkpoint.restore(self, tree)
         self._passes, self._batch, self._last = self._passes + 1, None, None
-        return checkpoint.restore(self, tree)
+        self._restored = self._passes
+        self._noise.remember(result)
+        return result
 
     def close(self) -> None:
         """Let another process have the run."""
@@ -357,30 +390,9 @@ class Run:
             self._opened.ledger.close()
 
 
-class _Words:
-    """What programs are given of the run's key."""
-
-    def __init__(self, key: Key) -> None:
-        self._noise = chacha.key_words(key.derive("noise").secret)
-        self.run, self.seeds = (jnp.asarray(_first_words(key.derive(use).secret)) for use in ("run", "sums"))
-        self._digest = jax.jit(digest)
-
-    def secret(self, plan: Plan, step: int, total: jax.Array | None = None) -> Secret:
-        """For this step and the sum with this digest; or, without, for steps that are taken at once."""
-        key, number = jnp.asarray(self._noise, jnp.uint32), jnp.asarray(step, jnp.int32)
-        known = jnp.zeros(WORDS, jnp.uint32) if total is None else total
-        return Secret(key, self.run, number, self.seeds, known, plan.digest, digests=total is None)
-
-    def digest(self, tree: Any) -> bytes:
-        """Of every bit of a pytree."""
-        return np.asarray(self._digest(tree, self.seeds)).tobytes()
-
-
-def _examined(total: Clipped, seeds: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The digest of the sums, as privatize sees them, and whether they are finite."""
-    sums = single(total).total
-    return digest(sums, seeds), all_finite(sums)
-
-
-def _first_words(secret: bytes) -> Any:
-    return np.frombuffer(secret, "<u4")[:WORDS].astype(np.uint32)
+def _check_outside(*given: Any) -> None:
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(given)):
+        raise RuntimeError(
+            "run.release stays outside of jit, as it writes to the disk: jit the gradient, and the update that it is "
+            "given"
+        )

@@ -1,0 +1,68 @@
+"""How often a traced program draws the noise of a step: once, or it is refused.
+
+Calls of `privatize` cannot be counted while a program is traced: a jitted update that is called twice is traced once,
+and one that was traced for another program not at all. So they are counted in what was traced, in all that it calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from bandmf.jax.noise.digest import WORDS
+from bandmf.jax.privatize import CORE
+
+# What runs a program several times, or at several places with other numbers.
+_REPEAT = ("scan", "while", "shard_map", "xla_pmap", "pmap")
+
+
+def check_one(program: Any) -> None:
+    """Refuse a scan over steps, the only one in this jaxpr, whose body does not draw the noise of its step once."""
+    (body,) = [part for eqn in program.eqns if eqn.primitive.name == "scan" for part in _inside(eqn)]
+    count = _count(body)
+    if count != 1:
+        raise ValueError(
+            f"advance: used privatize {count} times; a step has one sum, and one noise: another sum with the same "
+            "noise would show their difference"
+        )
+
+
+def _count(program: Any) -> int:
+    """How many noises a jaxpr draws; a choice draws as many as each of its branches."""
+    return sum(_drawn(eqn) for eqn in program.eqns)
+
+
+def _drawn(eqn: Any) -> int:
+    if eqn.params.get("name") == CORE:
+        if eqn.outvars[0].aval.shape != (WORDS,):  # the digests of several sums
+            raise _refused("vmap")
+        return 1
+    counts = [_count(part) for part in _inside(eqn)]
+    if not any(counts):
+        return 0
+    if eqn.primitive.name in _REPEAT:
+        raise _refused(eqn.primitive.name)
+    if eqn.primitive.name != "cond":
+        return sum(counts)
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"advance: used privatize {counts} times in the branches of a lax.cond; every step has one noise, whatever "
+            "the data: use it outside of the choice"
+        )
+    return counts[0]
+
+
+def _refused(where: str) -> ValueError:
+    return ValueError(
+        f"advance: used privatize inside of {where}, and so for several sums; a step has one sum, and one noise: use "
+        "it outside, for the one sum of all parameters"
+    )
+
+
+def _inside(eqn: Any) -> Iterator[Any]:
+    """The jaxprs that an equation calls."""
+    for value in eqn.params.values():
+        for each in value if isinstance(value, (tuple, list)) else (value,):
+            each = getattr(each, "jaxpr", each)
+            if hasattr(each, "eqns"):
+                yield each

@@ -1,0 +1,47 @@
+"""What programs are given of a run's key, and what the host learns of a sum before it is released."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bandmf.jax.clipping import Clipped
+from bandmf.jax.noise.digest import WORDS, all_finite, digest
+from bandmf.jax.privatize import Secret, single
+from bandmf.planning import Plan
+from bandmf.randomness import chacha
+from bandmf.randomness.key import Key
+
+
+class Words:
+    """What programs are given of the run's key."""
+
+    def __init__(self, key: Key) -> None:
+        self._noise = chacha.key_words(key.derive("noise").secret)
+        self.run, self.seeds = (jnp.asarray(_first_words(key.derive(use).secret)) for use in ("run", "sums"))
+        self._digest = jax.jit(digest)
+
+    def secret(self, plan: Plan, step: int, total: jax.Array | None = None) -> Secret:
+        """For this step and the sum with this digest; or, without, for steps that are taken at once."""
+        key, number = jnp.array(self._noise, jnp.uint32), jnp.asarray(step, jnp.int32)
+        known = jnp.zeros(WORDS, jnp.uint32) if total is None else total
+        # Copies, as an update may donate its secret.
+        own, seeds = self.run.copy(), self.seeds.copy()
+        return Secret(key, own, number, seeds, known, plan.digest, digests=total is None)
+
+    def digest(self, tree: Any) -> bytes:
+        """Of every bit of a pytree."""
+        return np.asarray(self._digest(tree, self.seeds)).tobytes()
+
+
+def examined(total: Clipped, seeds: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The digest of the sums, as privatize sees them, and whether they are finite."""
+    sums = single(total).total
+    return digest(sums, seeds), all_finite(sums)
+
+
+def _first_words(secret: bytes) -> Any:
+    return np.frombuffer(secret, "<u4")[:WORDS].astype(np.uint32)

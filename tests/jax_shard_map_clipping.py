@@ -1,0 +1,106 @@
+"""What tests/attacks/test_jax_clipping_leaks.py runs in a process with eight virtual devices."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_training as tiny
+from bandmf.jax import clipped_gradient, clipping
+from jax_training import CLIP, Training, data, flat, open_run
+from training import same_run
+
+ROWS = 16
+
+
+def over_devices(mesh, gradient, **more):
+    """The sum over a mesh: every device clips its own rows."""
+
+    def here(weights, rows, mask):
+        return jax.lax.psum(gradient(weights, rows, mask=mask), "data")
+
+    cut = P("data")
+    return jax.jit(jax.shard_map(here, mesh=mesh, in_specs=(P(), cut, cut), out_specs=P(), **more))
+
+
+def linear(weights, example):
+    return weights @ example
+
+
+def moved(total):
+    """By how much another example in the place of one moves the sum, beside equal ones: by 2, if clipped alone."""
+    x, every = np.full((ROWS, 3), 2.0, np.float32), np.ones(ROWS, bool)
+    before = total(jnp.zeros(3), x, every)
+    x[0] = -1e4
+    return float(np.linalg.norm(total(jnp.zeros(3), x, every) - before))
+
+
+def main():
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    assert mesh.size == 8
+    x, mask = np.random.default_rng(0).normal(size=(ROWS, 3)).astype(np.float32) * 10, np.arange(ROWS) % 3 > 0
+    plain = clipped_gradient(linear, clip_norm=1.0)
+    expected = np.asarray(plain(jnp.zeros(3), x, mask=mask).total)
+    cases = ("sum", {}, {}), ("microbatches", {"microbatch": 1}, {}), ("unchecked", {}, {"check_vma": False})
+    for name, more, check in cases:
+        gradient = over_devices(mesh, clipped_gradient(linear, clip_norm=1.0, **more), **check)
+        np.testing.assert_allclose(gradient(jnp.zeros(3), x, mask).total, expected, atol=2e-6)
+        assert moved(lambda *given, own=gradient: np.asarray(own(*given).total)) <= 2 + 1e-5
+        print(name, "holds", flush=True)
+    print("contribution holds", flush=True)
+    planted_fault(mesh)
+    cut_weights(mesh)
+    training(mesh)
+
+
+def planted_fault(mesh):
+    """Weights that devices share: their gradients are added before they are clipped."""
+    keep, clipping._own_weights = clipping._own_weights, lambda arguments, *_: arguments
+    gradient = over_devices(mesh, clipped_gradient(linear, clip_norm=1.0))
+    found = moved(lambda *given: np.asarray(gradient(*given).total))
+    clipping._own_weights = keep
+    assert found > 4, found
+    print("fault holds", flush=True)
+
+
+def cut_weights(mesh):
+    """Of weights that are cut inside of shard_map a device knows its part of the norm only."""
+    gradient = clipped_gradient(linear, clip_norm=1.0)
+    for check in (True, False):
+        split = jax.shard_map(
+            gradient, mesh=mesh, in_specs=(P("data"), P(None, "data")), out_specs=P("data"), check_vma=check
+        )
+        if check:
+            apart = clipped_gradient(lambda weights, one: jnp.sum(weights) * one, clip_norm=1.0)
+            with pytest.raises(ValueError, match="cut over the mesh axes"):
+                jax.shard_map(apart, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))(
+                    jnp.zeros(8), jnp.ones(4)
+                )
+        else:
+            with pytest.raises(ValueError, match="what was clipped together has"):
+                split(jnp.zeros(8), jnp.ones((4, 8))).check_whole()
+    print("cut weights holds", flush=True)
+
+
+def training(mesh):
+    """The loader, the ledger and the noise, with sums by shard_map: the weights of one device."""
+    plan = tiny.plan()
+    with same_run():
+        runs = [open_run(plan) for _ in range(2)]
+    alone, across = Training(plan), Training(plan)
+    expected = flat(alone.whole(runs[0]))
+    by_device = over_devices(mesh, clipped_gradient(tiny.loss, clip_norm=CLIP))
+    weights, state = across.begin()
+    for batch in runs[1].batches(data(), sharding=NamedSharding(mesh, P("data"))):
+        total = batch.sum(lambda rows, mask, own=weights: by_device(own, rows, mask))
+        weights, state = runs[1].release(across.update, total, weights, state)
+    np.testing.assert_allclose(flat(weights), expected, atol=1e-5)
+    print("training holds", flush=True)
+
+
+if __name__ == "__main__":
+    main()
