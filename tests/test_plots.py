@@ -189,7 +189,7 @@ def test_a_plan_without_candidates_says_so(plan):
 
 # --- for people ---------------------------------------------------------------------------------------
 
-HUGE = strategies.BandedToeplitz(np.geomspace(1, 0.123456789, 5_000), 5_000, normalize_columns=False)
+HUGE = bandmf.strategies.BandedToeplitz([1.0, *[0.000123456789] * 4_999], steps=5_000)
 
 
 class Page(HTMLParser):
@@ -225,10 +225,10 @@ def test_a_huge_strategy_is_not_printed():
     for shown in (repr(huge), repr(solved(HUGE)), repr([huge])):
         assert len(shown) < 400
         assert shown.count("\n") <= 1
-        assert "0.123" not in shown
+        assert "000123" not in shown
     for page in (huge._repr_html_(), solved(HUGE)._repr_html_()):
         assert len(re.sub(r"base64,[^']*", "", page)) < 8_000
-        assert "0.12345" not in page
+        assert "000123" not in page
 
 
 def test_a_plan_says_what_matters(plan):

@@ -127,7 +127,7 @@ def test_a_rule_that_forgets_the_places_is_told_so(monkeypatch):
     )
     rehearse(private_of(model, vectors()))  # one place is no mistake
     model = nn.Sequential(Twice(), Scale(), nn.Flatten(), nn.Linear(12, 4))
-    with pytest.raises(ValueError, match=r"for '1.weight'; they must be \(4, 6\): add up over"):
+    with pytest.raises(ValueError, match=r"for '1.weight'; they must be \(7, 6\): add up over"):
         rehearse(private_of(model, vectors()))
 
 

@@ -128,7 +128,7 @@ class OneMoved(nn.Module):
 
     def forward(self, x):
         order, (first, second) = torch.arange(len(x)), self.places
-        if len(x) > first:
+        if len(x) > max(first, second):
             order[[first, second]] = order[[second, first]]
         return self.out(self.read(x[order]).tanh()[order])
 

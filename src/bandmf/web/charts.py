@@ -7,12 +7,10 @@ from typing import Any
 import altair as alt
 
 from bandmf.planning.request import readable_bytes
-from bandmf.plots.colors import BANDMF, MECHANISMS, color
+from bandmf.plots.colors import BANDMF, CHOSEN, MECHANISMS, ON_BOTH, TOO_LARGE, color
 from bandmf.web.figures import Mechanism, Point
 from bandmf.web.words import counted
 
-_CHOSEN, _TOO_LARGE = "#D55E00", "#9AA5AB"
-_TEXT = "#7B8494"  # to be read on white and on black
 _LONGEST_BAR = 4.0  # times the plan's error; longer ones are cut, and say by how much they are longer
 
 
@@ -49,7 +47,7 @@ def bands(points: list[Point]) -> alt.LayerChart:
         ],
     )
     kinds = ["chosen", "fits", "too large"]
-    scale = alt.Scale(domain=kinds, range=[_CHOSEN, MECHANISMS[BANDMF], _TOO_LARGE])
+    scale = alt.Scale(domain=kinds, range=[CHOSEN, MECHANISMS[BANDMF], TOO_LARGE])
     dots = base.mark_point(filled=True, opacity=1).encode(
         color=alt.Color("kind:N", scale=scale, legend=None),
         size=alt.Size("size:Q", scale=None),
@@ -101,7 +99,7 @@ def mechanisms(rows: list[Mechanism], plans: float | None) -> alt.LayerChart:
     marks = base.mark_bar(height={"band": 0.7}, cornerRadiusEnd=3).encode(
         color=alt.Color("color:N", scale=None), opacity=alt.Opacity("opacity:Q", scale=None)
     )
-    text = base.mark_text(align="left", dx=6, fontSize=12, color=_TEXT).encode(text="label:N")
+    text = base.mark_text(align="left", dx=6, fontSize=12, color=ON_BOTH).encode(text="label:N")
     return (marks + text).properties(height=alt.Step(25))
 
 

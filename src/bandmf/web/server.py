@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bandmf import _check
+from bandmf.plots.colors import MECHANISMS
 
 ADDRESS = "127.0.0.1"
 FIRST_PORT = 8501
@@ -29,8 +30,8 @@ _OPTIONS = {
     "global.developmentMode": "false",
     "logger.level": "error",
     "logger.hideWelcomeMessage": "true",
-    "theme.light.primaryColor": "#0072B2",
-    "theme.dark.primaryColor": "#56B4E9",
+    "theme.light.primaryColor": MECHANISMS["BandMF"],
+    "theme.dark.primaryColor": MECHANISMS["BandMF, unamplified"],
 }
 
 
