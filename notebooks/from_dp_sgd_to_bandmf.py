@@ -28,6 +28,7 @@ import os
 
 import numpy as np
 import torch
+from scipy.linalg import toeplitz
 from torch import nn
 
 import bandmf
@@ -64,7 +65,7 @@ torch.set_num_threads(1)  # on a network this small, threads only wait for each 
 # %%
 STEPS = 512
 coefficients = np.cumprod(np.r_[1.0, 1 - 0.5 / np.arange(1, STEPS)])  # 1, 1/2, 3/8, 5/16, ...
-C = sum(c * np.eye(STEPS, k=-lag) for lag, c in enumerate(coefficients))
+C = toeplitz(coefficients, np.zeros(STEPS))  # lower triangular, the same on every diagonal
 running_sum = np.tril(np.ones((STEPS, STEPS)))
 assert np.allclose(C @ C, running_sum)
 
