@@ -13,9 +13,10 @@
 # %% [markdown]
 # # Fine-tuning a language model with LoRA, privately
 #
-# A language model has learned from public text. Now it shall learn from private text, at epsilon 8, without repeating
-# any passage of it. With LoRA the weights of the model stay as they are, and only small *adapters* beside them are
-# trained. That suits private training: fewer numbers need noise, and the noise takes less memory.
+# A language model has learned from public text. Now it shall learn from private text, at epsilon 8: what it becomes
+# must not depend much on any single passage. With LoRA the weights of the model stay as they are, and only small
+# *adapters* beside them are trained. That suits private training: fewer numbers need noise, and the noise takes less
+# memory.
 #
 # To run in less than a minute on two CPU cores, the model is a tiny GPT-2 that reads single characters, and it is
 # trained here from its first weights on. With a model of your own, the steps from *The adapters* on are the same.
@@ -162,7 +163,7 @@ plan = bandmf.plan(
     delta=1e-5,
     examples=len(train),
     batch_size=60 if SHORT else 100,
-    epochs=3 if SHORT else 5,
+    epochs=3 if SHORT else 4,
     parameters=count,
     certify_seconds=2 if SHORT else 10,
 )
