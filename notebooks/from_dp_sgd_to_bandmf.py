@@ -212,7 +212,7 @@ figure
 # noise into the weights: there DP-SGD falls far behind.
 #
 # How much is gained depends on the setting. Batches of 16 were chosen for this notebook because small batches show the
-# difference well; with batches of 64 and ten epochs, the two are only one or two points apart here. And the best rate of
+# difference well; with batches of 64 and ten epochs, the two are only one or two points apart. And the best rate of
 # each was picked on the test images, which flatters both.
 #
 # One caution: epsilon is the promise of *one* run. Who trains on private data at several rates and publishes the best
