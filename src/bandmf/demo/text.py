@@ -17,9 +17,12 @@ from bandmf.demo import download
 Characters = npt.NDArray[np.int64]
 
 FILE = "tinyshakespeare.txt"
-_DOWNLOAD = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-_BYTES = 1_115_394
+PUBLISHED = download.File(
+    FILE,
+    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+    1_115_394,
+    "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+)
 _HELD_OUT = 20  # one part in so many is for validation, and one for testing
 
 
@@ -63,7 +66,7 @@ def tiny_shakespeare(folder: str | Path | None = None) -> Text:
         raise ValueError(f"folder={str(folder)!r}: has no {FILE}; must be a folder with this file")
     content = path.read_bytes()
     found = hashlib.sha256(content).hexdigest()
-    if found != _SHA256:
+    if found != PUBLISHED.sha256:
         raise ValueError(f"path={str(path)!r}: not tiny Shakespeare as published (SHA-256 {found})")
     return Text.of("tiny Shakespeare", content.decode())
 
@@ -78,8 +81,7 @@ def topics(characters: int = 100_000) -> Text:
 
 def _downloaded() -> Path:
     """The folder with the text, fetched on first use."""
-    file = download.File(FILE, _DOWNLOAD, _BYTES, _SHA256)
     try:
-        return download.fetched("tiny Shakespeare", "text", [file])
+        return download.fetched("tiny Shakespeare", "text", [PUBLISHED])
     except OSError as error:
         raise OSError(f"{error}; give its folder, with {FILE} in it") from None
