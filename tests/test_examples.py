@@ -15,6 +15,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
     ("name", "arguments", "says"),
     [
         ("classifier.py", ["--epochs", "2"], "47 steps, balls-in-bins, "),
+        ("lora.py", ["--public-steps", "20", "--epochs", "0.3"], "% before, "),
         ("language_model.py", ["--epochs", "0.3", "--width", "32"], "bits per character"),
         ("lightning_digits.py", ["--epochs", "1"], "23 steps, epsilon=8.00: held-out accuracy"),
         (
@@ -34,6 +35,7 @@ def test_example_runs(name, arguments, says):
     assert says in result.stdout
 
 
+@pytest.mark.long
 def test_private_adapters_learn_a_task_of_held_out_sentences():
     command = [sys.executable, str(EXAMPLES / "lora.py"), "--public-steps", "300", "--epochs", "4"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -48,16 +50,10 @@ SHARED = [("fsdp.py", ["--epochs", "0.5"]), ("ddp.py", [])]
 
 
 @pytest.mark.parametrize(("name", "arguments"), SHARED)
-def test_example_runs_on_two_processes(name, arguments):
-    command = [*TORCHRUN, str(EXAMPLES / name), *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 0, result.stderr
-    assert "2 processes" in result.stdout
-
-
-@pytest.mark.parametrize(("name", "arguments"), SHARED)
-def test_python_does_not_shut_down_while_threads_of_gloo_live(name, arguments, tmp_path):
-    """One that frees a tensor of the last collective just then is ended by Python, which aborts the process."""
+def test_example_runs_on_two_processes_and_ends_after_the_threads_of_gloo(name, arguments, tmp_path):
+    """Python must not shut down before them: it ends one that frees a tensor of the last collective just then, and
+    that aborts the process.
+    """
     wrapper = tmp_path / "wrapper.py"
     wrapper.write_text(dedent(
         """
@@ -75,6 +71,7 @@ def test_python_does_not_shut_down_while_threads_of_gloo_live(name, arguments, t
     command = [*TORCHRUN, str(wrapper), str(EXAMPLES / name), *arguments]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
+    assert "2 processes" in result.stdout
     assert "".join(path.read_text() for path in tmp_path.glob("alive-*")) == ""
 
 

@@ -58,15 +58,16 @@ def test_a_run_goes_on_where_its_checkpoint_was(tmp_path, until, bands):
     assert again.ledger.replays == 0
 
 
-def test_a_run_killed_ten_times_is_the_run_that_was_not(tmp_path):
+@pytest.mark.parametrize("kills", [6, pytest.param(10, marks=pytest.mark.long)])
+def test_a_run_killed_ten_times_is_the_run_that_was_not(kills, tmp_path):
     done = subprocess.run(
-        [sys.executable, HERE / "jax_killed_training.py", tmp_path, "10"],
+        [sys.executable, HERE / "jax_killed_training.py", tmp_path, str(kills)],
         # Nearly all of the time is compilation, so let LLVM try less hard.
         env=environment(JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_backend_optimization_level=0"),
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert sum(json.loads(done.stdout).values()) >= 8
+    assert sum(json.loads(done.stdout).values()) >= kills - 2
     clean, killed = (np.load(tmp_path / kind / "final.npy") for kind in ("clean", "killed"))
     np.testing.assert_array_equal(clean, killed)
 

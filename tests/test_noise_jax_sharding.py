@@ -13,7 +13,7 @@ CLAIMS = ["rows", "all axes on rows", "columns", "both", "flat", "kept inputs"]
 RESTARTS = ["one device", "flat over one", "flat over eight", "one device with kept inputs"]
 
 
-@pytest.fixture(scope="module", params=["native", "xla"])
+@pytest.fixture(scope="module", params=["native", pytest.param("xla", marks=pytest.mark.long)])
 def output(request):
     # Nearly all of the time is compilation, so let LLVM try less hard: what is computed stays the same.
     flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"

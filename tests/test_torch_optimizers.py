@@ -76,14 +76,22 @@ def test_schedulers_are_resumed(name, tmp_path):
     assert torch.equal(weights(whole.model), weights(again.model))
 
 
-def test_two_ranks_with_sharded_states_save_without_a_trace_and_resume_on_one(tmp_path):
+# Rprop moves by signs alone, which rounding turns. Adafactor does not take DTensors.
+SHARDED = [name for name in OPTIMIZERS if name not in ("Rprop", "Adafactor")]
+A_FEW = ["SGD momentum", "AdamW", "ASGD", *[name for name in SHARDED if name == "Muon"]]
+
+
+@pytest.mark.parametrize(
+    "names", [A_FEW, pytest.param(SHARDED, marks=pytest.mark.long)], ids=["a few", "all"]
+)
+def test_two_ranks_with_sharded_states_save_without_a_trace_and_resume_on_one(names, tmp_path):
     result = subprocess.run(
-        [sys.executable, HERE / "rank_optimizers.py", tmp_path],
+        [sys.executable, HERE / "rank_optimizers.py", tmp_path, *names],
         env=environment(), capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
     verdicts = json.loads((tmp_path / "verdicts.json").read_text())
-    assert len(verdicts) == len(OPTIMIZERS) - 2
+    assert list(verdicts) == names
     for name, (equal, distance) in verdicts.items():
         assert equal, name
         assert distance < (2e-3 if name == "Muon" else 2e-5), (name, distance)  # Muon computes in bfloat16

@@ -268,9 +268,7 @@ CHECKS = {
 # As CASES, for the kernels that XLA launches; its look-ahead has no inner level.
 XLA_CASES = {
     "look-ahead in XLA": (toeplitz(7, 6), ONE, {"lookahead": 3}),
-    "toeplitz in XLA": (toeplitz(2, 2), GROUPS, {}),
     "banded inverse, partly kept, in XLA": (BandedInverse([1.5, -0.5, 0.2], 4), TWO, {"kept_inputs": 1}),
-    "buffered in XLA": (BufferedToeplitz([0.3, 0.1], [0.9, 0.5], 2), ONE, {}),
 }
 
 
