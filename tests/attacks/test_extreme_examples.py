@@ -284,3 +284,78 @@ def test_ordinary_models_are_accepted_with_the_same_sum():
     without = outcome(open_net(), data, "auto", plain, self_test=False)
     assert with_test.refused is None
     torch.testing.assert_close(with_test.total, without.total, rtol=0, atol=1e-20)  # the noise is below that
+
+
+# --- losses that are right, though not plain means ------------------------------------------------------
+
+
+def of_parts(model, x, y):
+    """A loss for each task, kept in a tensor."""
+    kept = torch.zeros(3)
+    kept[0], kept[1] = mean_loss(model, x, y), 0.1 * model(x).square().mean()
+    return kept.sum()
+
+
+RIGHT = {
+    "one minus a mean": lambda model, x, y: 1 - functional.cosine_similarity(model(x), x[:, :4]).mean(),
+    "products": lambda model, x, y: torch.einsum(
+        "b,b->", torch.full((len(y),), 1 / len(y)), functional.cross_entropy(model(x), y, reduction="none")
+    ),
+    "between two": lambda model, x, y: torch.lerp(mean_loss(model, x, y), model(x).square().mean(), 0.3),
+    "parts": of_parts,
+    "norms one by one": lambda model, x, y: sum(row.norm() for row in model(x).split([1] * len(y))) / len(y),
+    "probabilities": lambda model, x, y: functional.kl_div(
+        model(x).log_softmax(-1), x[:, :4].softmax(-1), reduction="batchmean"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_losses_that_are_linear_in_the_examples_are_accepted(name):
+    assert outcome(open_net(), vectors(16), "auto", loop_of(RIGHT[name])).refused is None
+
+
+def cut(model, x):
+    return functional.mse_loss(model(x), x[:, :4]).clamp(max=1e6)
+
+
+WRONG = {
+    "broadcast": lambda model, x, y: (
+        functional.cross_entropy(model(x), y, reduction="none") + cut(model, x)
+    ).mean(),
+    "chosen places": lambda model, x, y: (
+        functional.cross_entropy(model(x)[y > 0], y[y > 0], reduction="sum").clamp(max=1e6) / len(y)
+    ),
+    "finite parts": lambda model, x, y: (
+        parts := torch.stack([mean_loss(model, x, y), model(x).square().mean()])
+    )[parts.isfinite()].sum(),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_losses_that_are_cut_off_behind_something_are_refused(name):
+    assert_refused(
+        "the loss of the whole batch goes through", open_net(), vectors(16), "auto", loop_of(WRONG[name])
+    )
+
+
+def test_losses_by_private_backward_are_looked_at_too():
+    def loop(private, batch):
+        x, y = batch
+        private.optimizer.zero_grad()
+        losses = functional.cross_entropy(private.model(x), y, reduction="none") + cut(private.model, x)
+        private.backward(losses)
+        private.optimizer.step()
+
+    assert_refused("goes through Clamp", open_net(), vectors(16), "bookkeeping", loop)
+
+
+def test_guards_of_a_run_that_is_gone_do_not_take_those_of_another_away():
+    usual = torch.autograd.backward
+    first, second = Guards(), Guards()
+    first.end()
+    first.end()
+    torch.nan_to_num((2 * torch.ones(19, requires_grad=True)).mean()).backward()
+    assert "NanToNum" in second.problem(19)
+    second.end()
+    assert torch.autograd.backward is usual

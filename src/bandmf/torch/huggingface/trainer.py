@@ -104,7 +104,12 @@ class PrivateTrainer(Trainer):
         private = self._open(resume_from_checkpoint)
         if private.finished:
             return TrainOutput(private.steps_taken, math.nan, {"epsilon": self.spent()})
-        output = super().train(ignore_keys_for_eval=ignore_keys_for_eval)
+        try:
+            output = super().train(ignore_keys_for_eval=ignore_keys_for_eval)
+        except BaseException:
+            if private.stepper.self_test is not None:
+                private.stepper.self_test.close()  # the Trainer may keep the iterator, and so the rehearsals, alive
+            raise
         if not private.finished and not self.may_end_early:
             raise RuntimeError(
                 f"training ended after {private.steps_taken} of the plan's {private.plan.steps} steps (a callback has "

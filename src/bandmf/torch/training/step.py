@@ -177,6 +177,10 @@ class Stepper:
             self.watch.check()
             self.generators.check()
             self._add_up(piece, loss_scale)
+        except BaseException:
+            if self.self_test is not None:
+                self.self_test.close()
+            raise
         finally:
             self.generators.give_back()
         self.clipping.record(None)

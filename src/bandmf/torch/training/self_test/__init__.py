@@ -126,7 +126,9 @@ class SelfTest:
         Members from `count` on are the examples at half their size. `most` is the physical batch size.
         """
         small = Rehearsal(tuple(range(min(TOGETHER, count, most or TOGETHER))), "small")
-        rows = max(len(small.members), min(rows, LARGEST))
+        # A prime number, which few layers have as a multiple: so the batch is known by its size.
+        rows = _prime(max(len(small.members), min(rows, LARGEST)))
+        self._judged = rows if rows > TOGETHER else 2  # losses of as many examples at least
         self._after.close()  # of rehearsals that were left in the middle
         self._after.callback(self._stepper.generators.give_back)
         self._after.callback(self._stop_listening)
@@ -215,7 +217,7 @@ class SelfTest:
         self._drew = self._before.changed()
         self._stop_listening()
         try:
-            problem = self._guards.problem(len(rehearsal.members))
+            problem = self._guards.problem(len(rehearsal.members), at_least=self._judged)
             found = (self._finish_alone if rehearsal.alone else self._finish_together)(rehearsal, scale)
             self._refuse(problem or found)
         except BaseException:
@@ -305,6 +307,11 @@ class SelfTest:
     def _halved(self) -> bool:
         """Whether products have less than the precision of float32."""
         return precision() != "highest" or bool(self._stepper.clipping.half_precision)
+
+
+def _prime(most: int) -> int:
+    """The largest one that is not larger."""
+    return next((n for n in range(most, 1, -1) if all(n % k for k in range(2, n))), 1)
 
 
 def _large(count: int, distinct: int, rows: int, kind: str) -> Rehearsal:

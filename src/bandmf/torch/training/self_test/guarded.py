@@ -1,47 +1,58 @@
 """Losses of a whole batch that do not simply add up the examples: one bad example then changes all gradients.
 
 `torch.nan_to_num(loss)`, `loss.clamp(max=10)`, `(loss - b).abs() + b` and the like may do nothing to the examples of a
-rehearsal, so nothing that is measured there shows them. Autograd's graph does: between the loss and where there is a
-row for each example, only linear operations are right, and those of one example alone.
+rehearsal, so nothing that is measured there shows them. Autograd's graph does: of what has no row for each example,
+only linear operations are right, and those of one example alone.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 _LINEAR = (
-    "AccumulateGrad", "Add", "Alias", "AsStrided", "Cat", "Clone", "Copy", "Cumsum", "Div", "Dot", "Expand", "Mean",
-    "Mul", "Mv", "Neg", "Permute", "Repeat", "Reshape", "Squeeze", "Stack", "Sub", "Sum", "T", "ToCopy", "Transpose",
-    "UnsafeView", "Unsqueeze", "View",
+    "AccumulateGrad", "Add", "Addmm", "Alias", "AsStrided", "Bmm", "Cat", "Clone", "ConstantPadNd", "Copy",
+    "CopySlices", "Cumsum", "Diagonal", "Div", "Dot", "Expand", "Fill", "Flip", "IndexAdd", "IndexPut", "Lerp",
+    "Mean", "Mm", "Mul", "Mv", "Nansum", "Neg", "Permute", "Repeat", "Reshape", "ReshapeAlias", "Roll", "Rsub",
+    "Scatter", "ScatterAdd", "Squeeze", "Stack", "Sub", "Sum", "T", "ToCopy", "Trace", "Transpose",
+    "UnsafeView", "Unsqueeze", "Vdot", "View", "Zero",
 )  # fmt: skip
-_PICKS = ("Gather", "Index", "MaskedSelect", "Narrow", "Select", "Slice", "Split", "TakeAlongDim", "Unbind")
+_ONE = ("Select", "Split", "SplitWithSizes", "Unbind", "UnsafeSplit")  # picks of one row
+_SOME = ("Gather", "Index", "IndexSelect", "MaskedSelect", "Narrow", "Slice", "TakeAlongDim")  # of several
 
 
 class Guards:
     """Sees the losses whose backward pass begins, until `end`."""
 
-    def __init__(self) -> None:
-        self._usual = torch.autograd.backward
-        self._losses: list[Any] = []
-        torch.autograd.backward = self._backward
+    _alive: ClassVar[list[Guards]] = []
+    _usual = staticmethod(torch.autograd.backward)
 
-    def _backward(self, tensors: Any, *rest: Any, **named: Any) -> Any:
+    def __init__(self) -> None:
+        self._losses: list[Any] = []
+        Guards._alive.append(self)
+        torch.autograd.backward = Guards._backward
+
+    @staticmethod
+    def _backward(tensors: Any, *rest: Any, **named: Any) -> Any:
         for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
-            if isinstance(tensor, Tensor) and tensor.numel() == 1:
-                self._losses.append(tensor.grad_fn)
-        return self._usual(tensors, *rest, **named)
+            for guards in Guards._alive if isinstance(tensor, Tensor) else ():
+                guards._losses.append(tensor.grad_fn)
+        return Guards._usual(tensors, *rest, **named)
 
     def end(self) -> None:
-        torch.autograd.backward = self._usual
+        if self in Guards._alive:
+            Guards._alive.remove(self)
+        if not Guards._alive:
+            torch.autograd.backward = Guards._usual
 
-    def problem(self, rows: int) -> str | None:
+    def problem(self, rows: int, at_least: int = 2) -> str | None:
         """What is wrong with the losses, which were of so many examples; they are forgotten."""
         losses, self._losses = self._losses, []
-        for loss in losses if rows > 1 else ():
+        for loss in losses if rows >= at_least else ():
             if name := next(_not_linear(loss, rows), None):
                 return (
                     f"self-test: the loss of the whole batch goes through {name}, so a single example can change the "
@@ -51,49 +62,65 @@ class Guards:
         return None
 
 
-def _not_linear(loss: Any, rows: int) -> Any:
-    """The names of operations on numbers of the whole batch that are not linear in them.
+def _not_linear(loss: Any, rows: int) -> Iterator[str]:
+    """The names of operations on numbers of several examples together that are not linear in them.
 
     A function of the user's own is opaque, and passed by.
     """
-    for node in _without_rows(loss, rows):
+    for node in _nodes(loss):
         name = _name(node)
-        if isinstance(node, BackwardCFunction) or name in _LINEAR or name in _PICKS:
+        if _has_rows(node, rows) or isinstance(node, BackwardCFunction) or name in _LINEAR or name in _ONE:
             continue
         before = [each for each, _ in node.next_functions if each is not None]
-        a_loss = "Loss" in name or name.startswith("BinaryCrossEntropy")
-        if a_loss and any(_has_rows(each, rows) for each in before):
-            continue  # a sum or a mean over the examples
-        if _of_several(node, rows):
+        if "Loss" in name or name.startswith(
+            "BinaryCrossEntropy"
+        ):  # adds up the examples, or chosen places of them
+            wrong = not any(_has_rows(each, rows) or not _of_several(each, rows) for each in before)
+        elif name in _SOME:  # from numbers that have no rows any more
+            wrong = not any(_has_rows(each, rows) for each in before)
+        else:
+            wrong = True
+        if wrong and _of_several(node, rows):
             yield name
 
 
 def _of_several(node: Any, rows: int) -> bool:
-    """Whether rows enter here other than one by one, as an index picks them."""
-    for each in _without_rows(node, rows):
+    """Whether rows enter here other than one by one, or as some places of them that are still apart."""
+    apart = set(_sizes(node))
+    seen, rest = set(), [node]
+    while rest:
+        each = rest.pop()
+        seen.add(each)
+        picked = _name(each) in _ONE or (_name(each) in _SOME and next(_sizes(each), 1) in {1, *apart})
+        if picked and each is not node:
+            continue
         for before, _ in each.next_functions:
-            leaf = before is None or _name(before) == "AccumulateGrad"
-            if not leaf and _has_rows(before, rows) and _name(each) not in _PICKS:
+            if before is None or before in seen or _name(before) == "AccumulateGrad":
+                continue
+            if _has_rows(before, rows):
                 return True
+            rest.append(before)
     return False
 
 
-def _without_rows(begin: Any, rows: int) -> Any:
-    """The nodes from here on, up to those that have a row for each example."""
+def _nodes(begin: Any) -> Iterator[Any]:
+    """All nodes from here on."""
     seen, rest = set(), [begin]
     while rest:
         node = rest.pop()
-        if node is None or node in seen or _has_rows(node, rows):
-            continue
-        seen.add(node)
-        yield node
-        rest.extend(each for each, _ in node.next_functions)
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            rest.extend(each for each, _ in node.next_functions)
 
 
 def _has_rows(node: Any, rows: int) -> bool:
     """Whether some dimension is the batch; tokens of all examples may have become one row."""
-    sizes = (size for each in node._input_metadata for size in each.shape)
-    return any(not isinstance(size, int) or (size and size % rows == 0) for size in sizes)
+    return any(not isinstance(size, int) or (size and size % rows == 0) for size in _sizes(node))
+
+
+def _sizes(node: Any) -> Iterator[Any]:
+    return (size for each in node._input_metadata for size in each.shape)
 
 
 def _name(node: Any) -> str:
