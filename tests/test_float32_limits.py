@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from scipy.signal import lfilter
 
 import bandmf
 from bandmf import optimize
@@ -30,7 +31,9 @@ from bandmf.strategies import (
     stamping,
     tree_aggregation,
 )
+from bandmf.strategies.rounding import rounding_error
 from bandmf.strategies.single_precision import check_noise, in_float32
+from bandmf.strategies.square_root import square_root_coefficients
 from bandmf.streaming import squared_norm
 
 SMALL = {
@@ -295,3 +298,35 @@ def test_honest_plans_are_accepted_with_any_usual_clip_norm(more, tmp_path):
     assert Plan.load(made.save(tmp_path / "plan.json")) == made
     for clip_norm in (1e-6, 1e-3, 1.0, 1e3, 1e6):
         assert made.deviation(clip_norm) == clip_norm * made.noise_scale
+
+
+def late(steps):
+    """A mode of C^-1 that begins with nearly nothing, and grows as long as the run lasts."""
+    root = (0.1 ** (1 / 24) * np.exp(0.6j)) ** np.arange(24)
+    factor, coefficients = np.convolve(root, root.conj()).real, np.array([1.0])
+    for _ in range(3):
+        coefficients = np.convolve(coefficients, factor)
+    growth = 1.00266
+    coefficients = np.convolve(coefficients, [1, -2 * growth * np.cos(0.6), growth**2])
+    return BandedToeplitz(coefficients, steps, normalize_columns=False)
+
+
+def test_noise_that_becomes_coarse_late_is_refused():
+    """At first nothing shows it: an attack on 6,000 steps told with certainty whether an example was there."""
+    assert rounding_error(late(500)) < 1e-4
+    assert rounding_error(late(6_000)) > 0.1
+    with pytest.raises(ValueError, match=r"rounding error of the noise=.*must be at most"):
+        bandmf.plan(
+            epsilon=8, delta=1e-5, batch_size=1, steps=6_000, strategy=late(6_000),
+            participation=bandmf.participation.Single(),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("coefficients", [[1, 0.5], [1, -0.9, 0.3], square_root_coefficients(64)])
+def test_the_error_of_banded_noise_is_that_of_all_steps(coefficients):
+    theta = np.array(coefficients, float)
+    inverse = lfilter([1.0], theta, np.eye(1, 20_000)[0])
+    expected = 2.0**-24 * (1 + np.abs(theta[1:]).sum() * np.linalg.norm(inverse))
+    assert rounding_error(BandedToeplitz(theta, 20_000, normalize_columns=False)) == pytest.approx(
+        expected, rel=1e-6
+    )

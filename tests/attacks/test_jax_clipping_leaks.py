@@ -75,6 +75,23 @@ def test_norm_and_sum_come_from_the_same_numbers(loss, rows, masked, more):
         assert most(loss, size, rows, masked, tries=40 if size == 1 else 12, **more) <= 1 + 1e-6
 
 
+@pytest.mark.parametrize("rows", [1, 16])
+def test_weights_that_are_constants_of_the_program_change_nothing(rows):
+    """Nor those of several models: without the examples, a compiler could know that the conditional always holds."""
+    gradient, found = clipped_gradient(pair, clip_norm=1.0), []
+    for seed in range(6):
+        weights, example = cancelling(pair, 5, np.random.default_rng(seed))
+        batch = jax.tree.map(lambda leaf: np.broadcast_to(leaf, (rows, *leaf.shape)), example)
+        mask, models = np.arange(rows) == 0, jax.tree.map(lambda leaf: np.stack([leaf, leaf]), weights)
+        closed = jax.jit(lambda rows, mask, weights=weights: gradient(weights, rows, mask=mask).total)
+        several = jax.jit(
+            jax.vmap(lambda weights, rows, mask: gradient(weights, rows, mask=mask).total, (0, None, None))
+        )
+        found.append(length(closed(batch, mask)))
+        found.append(length(jax.tree.map(lambda leaf: leaf[0], several(models, batch, mask))))
+    assert 0 < max(found) <= 1 + 1e-6
+
+
 def test_gradients_that_are_computed_twice_are_caught(monkeypatch):
     """The planted fault: without the conditional the norm is that of other numbers than the sum."""
     monkeypatch.setattr(clipping, "_computed_once", lambda function, given, _: function(given))

@@ -132,7 +132,7 @@ def clipped_gradient(
         own = _own_weights(arguments, weights, (examples, kept))
         others = tuple(None if place in places else given for place, given in enumerate(own))
         every = jax.vmap(partial(one, others, places), spmd_axis_name=spmd_axis_name)
-        always = _always([own[place] for place in weights])
+        always = _always([own[place] for place in weights], examples)
 
         def add_up(part: Any) -> tuple[Any, Any]:
             given, counts = part
@@ -176,11 +176,21 @@ def _computed_once(function: Callable[[Any], Any], given: Any, always: Array) ->
     return lax.cond(always, function, lambda _: jax.tree.map(_zeros, shapes), given)
 
 
-def _always(weights: Any) -> Array:
-    """True, computed from the weights in a way that no compiler knows to be true: it would drop the conditional."""
-    held = [leaf for leaf in jax.tree.leaves(weights) if jnp.size(leaf)]
-    smallest = min(held, key=jnp.size, default=jnp.zeros(1))
-    return lax.population_count(words(smallest).max()) <= 32
+def _always(weights: Any, examples: Any) -> Array:
+    """True, computed in a way that no compiler knows to be true: it would drop the conditional.
+
+    From several arrays, as some may be constants of the program. Those of several models (vmap) would turn the
+    conditional into a choice, of which both sides are computed.
+    """
+    held = [leaf for leaf in jax.tree.leaves(weights) if jnp.size(leaf) and not _is_one_of_many(leaf)]
+    seen = [leaf for leaf in jax.tree.leaves(examples) if jnp.size(leaf) and not _is_one_of_many(leaf)]
+    chosen = [*sorted(held, key=jnp.size)[:1], *seen]
+    counts = [lax.population_count(words(lax.stop_gradient(leaf)).max()) for leaf in chosen]
+    return sum(counts, jnp.uint32(0)) <= 32 * max(1, len(counts))
+
+
+def _is_one_of_many(leaf: Any) -> bool:
+    return type(leaf).__name__ == "BatchTracer"
 
 
 def _places(given: tuple[int, ...], count: int) -> tuple[int, ...]:

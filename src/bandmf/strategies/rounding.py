@@ -34,7 +34,7 @@ from bandmf.strategies.toeplitz import BandedToeplitz
 from bandmf.streaming import Matrices, squared_norm
 
 ROUNDING = 2.0**-24
-_SETTLED = 1e-3  # of a sum of squares, that the last part of it adds
+_POINTS = 32  # of the circle, for each coefficient
 _COORDINATES = 16  # that are simulated
 
 
@@ -70,15 +70,22 @@ def _sums(strategy: Strategy) -> float:
 
 
 def _toeplitz(theta: FloatArray, steps: int) -> float:
-    """By the norm of 1 / theta(x), to where it has settled."""
-    terms = min(steps, 4 * len(theta))
-    while True:
-        squares = lfilter([1.0], theta, np.eye(1, terms)[0]) ** 2
-        total = float(squares.sum())
-        if terms == steps or not squares[terms // 2 :].sum() > _SETTLED * total:
-            break
-        terms = min(steps, 4 * terms)
-    return 1 + float(np.abs(theta[1:]).sum()) * math.sqrt(total)
+    """By the norm of 1 / theta(x)."""
+    return 1 + float(np.abs(theta[1:]).sum()) * math.sqrt(_energy_of_inverse(theta, steps))
+
+
+def _energy_of_inverse(theta: FloatArray, steps: int) -> float:
+    """The sum of the squares of the first coefficients of 1 / theta(x), or somewhat more.
+
+    If theta has no zero in the unit disk, that of all coefficients is the mean of 1 / |theta|^2 over the circle; that
+    it has none is told by how often theta winds around zero there, where the points are close enough to see it.
+    With a zero in the disk coefficients grow, perhaps late, so all of them are computed.
+    """
+    values = np.fft.fft(theta, 1 << math.ceil(math.log2(_POINTS * len(theta))))
+    turns = np.angle(np.roll(values, -1) / values) if np.all(values) else np.array([math.pi])
+    if np.abs(turns).max() < 1 and abs(turns.sum()) < 1:
+        return float(np.mean(1 / np.abs(values) ** 2))
+    return float((lfilter([1.0], theta, np.eye(1, steps)[0]) ** 2).sum())
 
 
 def _buffered(strategy: BufferedToeplitz) -> float:

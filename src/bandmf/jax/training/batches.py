@@ -66,7 +66,7 @@ class Batch:
 
     def check_sum(self, total: Any) -> None:
         """Refuse a total that is not of this batch, as far as that can be told."""
-        sums, self._sums = self._sums, []
+        sums = self._sums
         if self._read:
             return
         if not sums:

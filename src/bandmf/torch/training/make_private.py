@@ -30,6 +30,7 @@ from bandmf.torch.training.step import Stepper
 from bandmf.torch.training.whole_steps import StepLoader
 
 _MOST_PADDING = 1.25  # times the memory limit
+_LEAST_CLIP_NORM = 1e-15  # float32 does not hold the squares of much smaller gradients
 
 
 def make_private(
@@ -108,7 +109,7 @@ def make_private(
         raise _check.fail("plan", type(plan).__name__, "must be a Plan", "make one with bandmf.plan(...)")
     plan = copy.copy(plan)  # by its constructor, which checks everything again; and nothing is cached
     model = model.module if isinstance(model, DistributedDataParallel) else model
-    clip_norm = _check.real("clip_norm", clip_norm)
+    clip_norm = _check.real("clip_norm", clip_norm, _LEAST_CLIP_NORM)
     plan.deviation(clip_norm)  # refuses what float32 does not hold
     _check.choice("loss_reduction", loss_reduction, ("mean", "sum"))
     end_earlier(model)
