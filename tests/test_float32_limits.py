@@ -83,6 +83,19 @@ def test_a_clip_norm_beyond_float32_is_refused(plan, clip_norm):
         plan.deviation(clip_norm)
 
 
+@pytest.mark.parametrize("clip_norm", [1e-16, 1e-30])
+def test_clip_norms_whose_squares_float32_does_not_hold_are_refused_in_pytorch(plan, clip_norm):
+    """Norms of gradients that small would be zero: one example added 1e8 clip norms."""
+    import torch
+
+    from bandmf.torch import make_private
+
+    model = torch.nn.Linear(2, 1)
+    data = torch.utils.data.TensorDataset(torch.zeros(plan.examples or 1, 2))
+    with pytest.raises(ValueError, match=r"clip_norm=.*1e-15"):
+        make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), data, plan, clip_norm=clip_norm)
+
+
 def test_a_deviation_beyond_float32_is_refused():
     """Each of the two is permitted, but their product would be no noise at all."""
     strategy = BandedToeplitz([1e-25, 5e-26], 20, normalize_columns=False)

@@ -198,6 +198,24 @@ def test_without_the_host_other_coefficients_give_nan(change):
     assert np.isnan(flat(weights)).all()
 
 
+def test_a_state_that_was_moved_is_accepted_though_nobody_kept_the_old_one():
+    plan = tiny.plan()
+    training, run = Training(plan), open_run(plan)
+    tree = training.steps(run, *training.begin(), until=2)
+    tree = jax.tree.map(jnp.copy, tree)
+    training.steps(run, *tree)
+    assert run.finished
+
+
+def test_a_state_that_is_returned_twice_is_compared_all_the_same():
+    plan = tiny.plan()
+    training, run = Training(plan), open_run(plan)
+    weights, state = training.steps(run, *training.begin(), until=2)
+    run._noise.remember((weights, state, state))  # what release does with the result of such an update
+    with pytest.raises(ValueError, match="its noise is not as the last step left it"):
+        training.steps(run, weights, CHANGES["history"](state), until=3)
+
+
 def test_a_state_that_was_copied_is_compared():
     plan = tiny.plan()
     training, run = Training(plan), open_run(plan)
