@@ -339,7 +339,33 @@ def test_noise_that_becomes_coarse_late_is_refused():
 def test_the_error_of_banded_noise_is_that_of_all_steps(coefficients):
     theta = np.array(coefficients, float)
     inverse = lfilter([1.0], theta, np.eye(1, 20_000)[0])
-    expected = 2.0**-24 * (1 + np.abs(theta[1:]).sum() * np.linalg.norm(inverse))
+    expected = 2.0**-24 * (1 + np.abs(theta[1:]).sum() * np.linalg.norm(inverse) / 4)
     assert rounding_error(BandedToeplitz(theta, 20_000, normalize_columns=False)) == pytest.approx(
         expected, rel=1e-6
     )
+
+
+@pytest.mark.parametrize(
+    ("scales", "decays", "steps"),
+    [
+        ([5.083e-5, -0.12711], [0.99997395, 0.9999724], 3_000),
+        ([0.0012175, -2.5615165], [0.9974914, 0.778742], 300),
+    ],
+)
+def test_a_blt_that_overflows_is_refused(plan, scales, decays, steps):
+    """Its variances come out as minus infinity."""
+    held = ([float(np.float32(each)) for each in these] for these in (scales, decays))
+    strategy = BufferedToeplitz(*held, steps)
+    assert rounding_error(strategy) == math.inf
+    with pytest.raises(ValueError, match=r"rounding error of the noise=inf|overflow"):
+        check_noise(strategy)
+
+
+@pytest.mark.parametrize("momentum", [0.99, 0.999])
+def test_plans_with_strong_momentum_are_made(momentum):
+    once = bandmf.participation.Single()
+    made = bandmf.plan(
+        epsilon=8, delta=1e-5, batch_size=1, steps=5_000, participation=once,
+        workload=bandmf.workloads.momentum(5_000, momentum),
+    )  # fmt: skip
+    assert rounding_error(made.strategy) < 2.0**-13

@@ -407,5 +407,6 @@ def test_nearly_opposite_tokens_in_a_run_move_the_sum_by_no_more_than_their_shar
         (scores.mean(-1) * signs).sum(1).mean().backward()
         private.optimizer.step()
 
-    totals = [outcome(Bare(), rows, mode, loop).total for rows in (quiet, loud)]
+    # Its gradient is a rounding error, which the self-test would not find twice.
+    totals = [outcome(Bare(), rows, mode, loop, self_test=False).total for rows in (quiet, loud)]
     assert float((totals[0] - totals[1]).norm()) <= 2 * ALLOWED

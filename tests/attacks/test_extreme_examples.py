@@ -304,6 +304,9 @@ RIGHT = {
     "between two": lambda model, x, y: torch.lerp(mean_loss(model, x, y), model(x).square().mean(), 0.3),
     "parts": of_parts,
     "norms one by one": lambda model, x, y: sum(row.norm() for row in model(x).split([1] * len(y))) / len(y),
+    "chosen places": lambda model, x, y: (
+        functional.mse_loss(model(x)[y > 0], x[y > 0, :4], reduction="sum") / len(y)
+    ),
     "probabilities": lambda model, x, y: functional.kl_div(
         model(x).log_softmax(-1), x[:, :4].softmax(-1), reduction="batchmean"
     ),

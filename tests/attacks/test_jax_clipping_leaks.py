@@ -89,6 +89,15 @@ def test_weights_that_are_constants_of_the_program_change_nothing(rows):
         )
         found.append(length(closed(batch, mask)))
         found.append(length(jax.tree.map(lambda leaf: leaf[0], several(models, batch, mask))))
+
+        def of_groups(each, weights=weights):
+            """Four groups of rows, each by a jitted gradient."""
+            whole = jax.vmap(jax.jit(lambda rows, which: gradient(weights, rows, mask=which).total))
+            return jax.tree.map(lambda leaf: leaf.sum(0), whole(*each))
+
+        cut = jax.tree.map(lambda leaf: np.stack([leaf] * 4), (batch, mask))
+        cut = (cut[0], cut[1] & (np.arange(4) == 0)[:, None])
+        found.append(length(jax.jit(of_groups)(cut)))
     assert 0 < max(found) <= 1 + 1e-6
 
 

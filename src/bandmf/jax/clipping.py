@@ -179,18 +179,23 @@ def _computed_once(function: Callable[[Any], Any], given: Any, always: Array) ->
 def _always(weights: Any, examples: Any) -> Array:
     """True, computed in a way that no compiler knows to be true: it would drop the conditional.
 
-    From several arrays, as some may be constants of the program. Those of several models (vmap) would turn the
-    conditional into a choice, of which both sides are computed.
+    From several arrays, as some may be constants of the program. Of several models or groups (vmap) it is one number
+    all the same: the conditional would become a choice otherwise, of which both sides are computed.
     """
-    held = [leaf for leaf in jax.tree.leaves(weights) if jnp.size(leaf) and not _is_one_of_many(leaf)]
-    seen = [leaf for leaf in jax.tree.leaves(examples) if jnp.size(leaf) and not _is_one_of_many(leaf)]
+    held, seen = ([leaf for leaf in jax.tree.leaves(tree) if jnp.size(leaf)] for tree in (weights, examples))
     chosen = [*sorted(held, key=jnp.size)[:1], *seen]
-    counts = [lax.population_count(words(lax.stop_gradient(leaf)).max()) for leaf in chosen]
+    return _holds([words(lax.stop_gradient(leaf)) for leaf in chosen])
+
+
+@jax.custom_batching.custom_vmap
+def _holds(bits: list[Array]) -> Array:
+    counts = [lax.population_count(each.max()) for each in bits]
     return sum(counts, jnp.uint32(0)) <= 32 * max(1, len(counts))
 
 
-def _is_one_of_many(leaf: Any) -> bool:
-    return type(leaf).__name__ == "BatchTracer"
+@_holds.def_vmap
+def _(_size: int, _batched: Any, bits: list[Array]) -> tuple[Array, bool]:
+    return _holds(bits), False
 
 
 def _places(given: tuple[int, ...], count: int) -> tuple[int, ...]:

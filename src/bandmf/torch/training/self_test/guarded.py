@@ -15,14 +15,17 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 _LINEAR = (
-    "AccumulateGrad", "Add", "Addmm", "Alias", "AsStrided", "Bmm", "Cat", "Clone", "ConstantPadNd", "Copy",
-    "CopySlices", "Cumsum", "Diagonal", "Div", "Dot", "Expand", "Fill", "Flip", "IndexAdd", "IndexPut", "Lerp",
-    "Mean", "Mm", "Mul", "Mv", "Nansum", "Neg", "Permute", "Repeat", "Reshape", "ReshapeAlias", "Roll", "Rsub",
-    "Scatter", "ScatterAdd", "Squeeze", "Stack", "Sub", "Sum", "T", "ToCopy", "Trace", "Transpose",
-    "UnsafeView", "Unsqueeze", "Vdot", "View", "Zero",
+    "AccumulateGrad", "Add", "Addcmul", "Addmm", "Addmv", "Alias", "AsStrided", "Baddbmm", "Bmm", "Cat",
+    "Clone", "ConstantPadNd", "Copy", "CopySlices", "Cumsum", "Diagonal", "Div", "Dot", "Expand", "Flip",
+    "IndexAdd", "Lerp", "Mean", "Mm", "Mul", "Mv", "Neg", "Permute", "Repeat", "Reshape", "ReshapeAlias",
+    "Roll", "Rsub", "ScatterAdd", "Squeeze", "Stack", "Sub", "Sum", "T", "ToCopy", "Trace", "Transpose",
+    "UnsafeView", "Unsqueeze", "Vdot", "View",
 )  # fmt: skip
 _ONE = ("Select", "Split", "SplitWithSizes", "Unbind", "UnsafeSplit")  # picks of one row
 _SOME = ("Gather", "Index", "IndexSelect", "MaskedSelect", "Narrow", "Slice", "TakeAlongDim")  # of several
+
+_SUMS = ("BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "Nansum")  # that add up examples, as losses do
+_MOST = 64  # losses of a batch that are looked at
 
 
 class Guards:
@@ -38,10 +41,12 @@ class Guards:
 
     @staticmethod
     def _backward(tensors: Any, *rest: Any, **named: Any) -> Any:
-        for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
+        given = tensors if isinstance(tensors, Tensor) else tuple(tensors)
+        for tensor in [given] if isinstance(given, Tensor) else given:
             for guards in Guards._alive if isinstance(tensor, Tensor) else ():
-                guards._losses.append(tensor.grad_fn)
-        return Guards._usual(tensors, *rest, **named)
+                if len(guards._losses) < _MOST:  # more than a loop has: the rest is somebody else's
+                    guards._losses.append(tensor.grad_fn)
+        return Guards._usual(given, *rest, **named)
 
     def end(self) -> None:
         if self in Guards._alive:
@@ -72,16 +77,19 @@ def _not_linear(loss: Any, rows: int) -> Iterator[str]:
         if _has_rows(node, rows) or isinstance(node, BackwardCFunction) or name in _LINEAR or name in _ONE:
             continue
         before = [each for each, _ in node.next_functions if each is not None]
-        if "Loss" in name or name.startswith(
-            "BinaryCrossEntropy"
-        ):  # adds up the examples, or chosen places of them
-            wrong = not any(_has_rows(each, rows) or not _of_several(each, rows) for each in before)
+        if "Loss" in name or name in _SUMS:
+            wrong = not any(_has_rows(each, rows) or _is_apart(each, rows) for each in before)
         elif name in _SOME:  # from numbers that have no rows any more
             wrong = not any(_has_rows(each, rows) for each in before)
         else:
             wrong = True
         if wrong and _of_several(node, rows):
             yield name
+
+
+def _is_apart(node: Any, rows: int) -> bool:
+    """Whether it is of chosen places of the examples, which a loss may add up."""
+    return _name(node) in _SOME or _name(node) in _ONE or not _of_several(node, rows)
 
 
 def _of_several(node: Any, rows: int) -> bool:
