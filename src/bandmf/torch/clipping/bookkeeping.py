@@ -16,7 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
-from bandmf.torch.clipping.contributions import Contribution, Outer, Pack, Patches, Rows, Totals, join, settle
+from bandmf.torch.clipping.contributions import (
+    Contribution,
+    Outer,
+    Pack,
+    Patches,
+    Rows,
+    Totals,
+    join,
+    settle,
+    write_out_thin,
+)
 from bandmf.torch.clipping.layers import layers_of
 from bandmf.torch.clipping.norms import Terms, squares_apart, total_squares
 from bandmf.torch.clipping.products import PORTION, fuses, widened
@@ -32,7 +42,7 @@ from bandmf.torch.clipping.refusals import (
 )
 from bandmf.torch.clipping.watch import Written
 
-_LARGE = 1 << 18  # numbers
+_LARGE = {"cpu": 1 << 18, "cuda": 1 << 23}  # numbers that cost more to copy than it saves
 
 
 class Bookkeeping:
@@ -126,8 +136,9 @@ class Bookkeeping:
                 "no gradients were recorded: call loss.backward() on this batch before optimizer.step()"
             )
         joined = {name: join(several) for name, several in sorted(settle(terms).items())}
-        _count_places(joined)
-        return _pack(joined)
+        written = write_out_thin(joined)
+        _count_places(written)
+        return _pack(written)
 
     def _by_another_way(self, name: str) -> RuntimeError:
         """The error for a gradient that no layer has recorded."""
@@ -242,7 +253,8 @@ def _pack(terms: Terms) -> tuple[list[Pack], Terms]:
     rest: Terms = {}
     for name, several in terms.items():
         if len(several) == 1 and isinstance(several[0], Tensor):
-            alone = name if several[0].numel() > _LARGE else ""  # to copy it would cost more than it saves
+            large = several[0].numel() > _LARGE.get(several[0].device.type, 0)
+            alone = name if large else ""
             alike.setdefault((several[0].device, alone), {})[name] = several[0]
         else:
             rest[name] = several

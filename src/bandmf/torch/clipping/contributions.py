@@ -51,6 +51,7 @@ class Outer:
 
     left: Tensor
     right: Tensor
+    is_thin: bool = False  # has many places and small matrices, which are better written out at once
 
     def __post_init__(self) -> None:
         if self.left.ndim == self.right.ndim == 3 and self.left.dtype == self.right.dtype:
@@ -346,7 +347,8 @@ def join(contributions: list[Contribution]) -> list[Contribution]:
         elif kind is Tensor:
             joined.append(torch.stack(same).sum(0))
         elif kind is Outer:
-            joined.append(Outer(torch.cat([o.left for o in same], 1), torch.cat([o.right for o in same], 1)))
+            left, right = torch.cat([o.left for o in same], 1), torch.cat([o.right for o in same], 1)
+            joined.append(Outer(left, right, is_thin=same[0].is_thin))
         elif kind is Rows:
             joined.append(
                 Rows(torch.cat([r.indices for r in same], 1), torch.cat([r.values for r in same], 1))
@@ -356,6 +358,19 @@ def join(contributions: list[Contribution]) -> list[Contribution]:
                 torch.stack([patches.write_out(patches.layer.weight.shape) for patches in same]).sum(0)
             )
     return joined
+
+
+def write_out_thin(terms: dict[str, list[Contribution]]) -> dict[str, list[Contribution]]:
+    """With tensors for thin Outers, as LoRA has dozens of: together they cost less than each by itself."""
+    with exact():
+        return {name: _thin_written(several) for name, several in terms.items()}
+
+
+def _thin_written(terms: list[Contribution]) -> list[Contribution]:
+    first = terms[0]
+    if len(terms) > 1 or not isinstance(first, Outer) or not first.is_thin:
+        return terms
+    return [product(first.left.mT, first.right)]
 
 
 @dataclass(frozen=True)

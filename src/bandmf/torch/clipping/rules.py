@@ -93,12 +93,18 @@ def _bias(layer: nn.Module, gradients: Tensor | Totals) -> Described:
 
 @rule(nn.Linear)
 def linear(layer: Any, a: Tensor, g: Tensor) -> Described:
-    return {"weight": Outer(g, a), **_bias(layer, total(g))}
+    return {"weight": Outer(g, a, is_thin=_is_thin(layer, a)), **_bias(layer, total(g))}
 
 
 def transposed_linear(layer: Any, a: Tensor, g: Tensor) -> Described:
     """transformers' Conv1D, whose weight is (in, out)."""
-    return {"weight": Outer(a, g), **_bias(layer, total(g))}
+    return {"weight": Outer(a, g, is_thin=_is_thin(layer, a)), **_bias(layer, total(g))}
+
+
+def _is_thin(layer: Any, a: Tensor) -> bool:
+    """Like the matrices of LoRA. As with convolutions, nothing decides that another example could change."""
+    short, long = sorted(layer.weight.shape)
+    return a.ndim > 2 and 8 * short <= long and short * long <= 4 * _SMALL
 
 
 @rule(nn.Embedding)
