@@ -145,10 +145,11 @@ class Owners:
         first, count, apart = _places(operation, number, along)
         if shape[along] % self._rows == 0:  # examples may have several places, as texts have tokens
             each = shape[along] // self._rows
-            first, last = first // each, (first + (count - 1) * apart) // each
-            if first == last:
-                return Whose(example=first)
-        elif count == 1 or len(self._cuts[source, output, along]) == self._rows:
+            if first // each == (first + (count - 1) * apart) // each:
+                return Whose(example=first // each)
+        pieces = self._cuts[source, output, along]
+        whole = sum(length for _, length in pieces) == shape[along]
+        if count == 1 or (whole and len(pieces) == self._rows):  # as texts that lie in one row
             return Whose(example=(source, first))
         return Whose(sizes=sizes | {count})
 
@@ -166,7 +167,7 @@ def _alike(loss: Operation, other: Operation) -> Iterator[tuple[Operation, Opera
 
 
 def _cuts(graph: list[Operation]) -> dict[tuple[Operation, int, int], set[tuple[int, int]]]:
-    """Into which pieces each value is cut along each dimension; texts that lie in one row are as many as examples."""
+    """Into which pieces each value is cut along each dimension."""
     found: dict[tuple[Operation, int, int], set[tuple[int, int]]] = {}
     for each in graph:
         if each.name in _PIECES and each.before:
