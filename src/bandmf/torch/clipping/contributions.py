@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from bandmf.torch.clipping.products import (
@@ -31,6 +31,7 @@ from bandmf.torch.clipping.products import (
     live_places,
     product,
     times,
+    unfold,
     wide,
 )
 from bandmf.torch.noise.precision import exact
@@ -296,18 +297,6 @@ class Totals:
 
 
 Contribution = Outer | Rows | Patches | Tensor
-
-
-def unfold(padded: Tensor, layer: nn.Module, outputs: torch.Size) -> Tensor:
-    """The patches that a convolution sees, (examples, channels, places in the kernel, *outputs), as one copy."""
-    padded = padded.contiguous()
-    kernel, stride, dilation = (getattr(layer, name) for name in ("kernel_size", "stride", "dilation"))
-    batch, channel, *space = padded.stride()
-    inside = [step * by for step, by in zip(space, dilation, strict=True)]
-    across = [step * by for step, by in zip(space, stride, strict=True)]
-    shape = (*padded.shape[:2], *kernel, *outputs)
-    view = padded.as_strided(shape, (batch, channel, *inside, *across))
-    return view.reshape(*padded.shape[:2], -1, *outputs)
 
 
 def settle(terms: dict[str, list[Contribution | Totals]]) -> dict[str, list[Contribution]]:
