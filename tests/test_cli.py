@@ -161,7 +161,9 @@ def test_every_case_of_the_benchmark_adds_noise_at_every_step(case, bands):
     found = [np.zeros(64), *(np.asarray(step()).astype(float) for _ in range(3))]
     assert [each.shape for each in found] == 4 * [(64,)]
     added = np.std(np.diff(found, axis=0), axis=1)
-    assert np.all((added > 0.5 * noise_cases.SCALE) & (added < 4 * noise_cases.SCALE))  # twice, if C is normalized
+    assert np.all(
+        (added > 0.5 * noise_cases.SCALE) & (added < 4 * noise_cases.SCALE)
+    )  # twice, if C is normalized
 
 
 def test_nonsense_among_the_learning_rates_gets_one_sentence():
