@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -155,10 +156,14 @@ def test_bench_noise_measures_every_case_at_every_number_of_bands(monkeypatch):
 
 @pytest.mark.parametrize("bands", [1, 24])  # without history, and with
 @pytest.mark.parametrize("case", noise_cases.CASES)
-def test_every_case_of_the_benchmark_runs(case, bands):
+def test_every_case_of_the_benchmark_adds_noise_at_every_step(case, bands):
     step = noise_cases.CASES[case][0](bands, 64, "cpu")
-    for _ in range(3):
-        step()
+    found = [np.zeros(64), *(np.asarray(step()).astype(float) for _ in range(3))]
+    assert [each.shape for each in found] == 4 * [(64,)]
+    added = np.std(np.diff(found, axis=0), axis=1)
+    assert np.all(
+        (added > 0.5 * noise_cases.SCALE) & (added < 4 * noise_cases.SCALE)
+    )  # twice, if C is normalized
 
 
 def test_nonsense_among_the_learning_rates_gets_one_sentence():

@@ -158,7 +158,7 @@ class Plan(Setup):
 
     @property
     def bands(self) -> int:
-        """Non-zero diagonals of the strategy: after so many steps noise is independent again."""
+        """Non-zero diagonals of the strategy: its columns that are `bands` apart do not overlap."""
         return self.strategy.bands
 
     @cached_property

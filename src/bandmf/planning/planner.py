@@ -5,6 +5,8 @@ A checked request (request.py), a choice among candidates (candidates.py), and o
 
 from __future__ import annotations
 
+import copy
+
 from bandmf import _check, accounting
 from bandmf.accounting.verified import Certificate
 from bandmf.optimize import banded_toeplitz
@@ -133,6 +135,13 @@ def plan(
     if sampling == "balls-in-bins" or request.mechanism in ("banded-inverse", "blt"):
         return _binned(request, batch_size, seconds, progress)
     return _better(request, seconds, progress)
+
+
+def checked_plan(plan: Plan) -> Plan:
+    """A copy of a plan that was given: its constructor checks everything again, and nothing is cached."""
+    if not isinstance(plan, Plan):
+        raise _check.fail("plan", type(plan).__name__, "must be a Plan", "make one with bandmf.plan(...)")
+    return copy.copy(plan)
 
 
 def _check_combination(request: Request, sampling: str) -> None:

@@ -247,9 +247,8 @@ class Patches:
             for part, outer in self.portions():
                 outer.add_to(total, factors[part], scale)
             return
-        gradient = self.gradient.to(total.dtype) * (scale * factors.to(total.dtype)).view(
-            -1, *[1] * (self.gradient.ndim - 1)
-        )
+        factors = (scale * factors.to(total.dtype)).view(-1, *[1] * (self.gradient.ndim - 1))
+        gradient = factors * self.gradient.to(total.dtype)
         layer, plain = self.layer, [0] * (self.gradient.ndim - 2)
         with exact():
             _, weight, _ = torch.ops.aten.convolution_backward(
@@ -277,14 +276,8 @@ class Totals:
     @property
     def kind(self) -> Any:
         """What those have in common that are found together."""
-        return (
-            self.gradient.shape,
-            self.gradient.dtype,
-            self.gradient.device,
-            self.epsilon,
-            self.centered,
-            (None if self.input is None else self.input.dtype),
-        )
+        g, of_input = self.gradient, None if self.input is None else self.input.dtype
+        return g.shape, g.dtype, g.device, self.epsilon, self.centered, of_input
 
     def now(self) -> Tensor:
         dtype, g = wide(self.gradient.dtype), self.gradient
