@@ -15,8 +15,8 @@ from bandmf import _cache, strategies, workloads
 from bandmf.accounting.bins import Certificate, NotCertifiedError, estimate, gram_matrix
 from bandmf.participation import FixedEpochs
 from bandmf.planning import planner
-from bandmf.planning.found import Found
 from bandmf.planning.plan_file import digest
+from bandmf.planning.search.found import Found
 from bandmf.planning.setup import whole_cycle
 from bandmf.planning.sweep import sweep
 from bandmf.randomness.key import Key
