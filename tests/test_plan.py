@@ -568,7 +568,7 @@ def test_not_json_is_refused(tmp_path):
 
 def test_explain_names_guarantee_sampling_and_prohibitions(plan):
     text = plan.explain()
-    for word in ("epsilon=8", "delta=1e-06", "added or removed", f"{plan.bands} parts", "Do not change"):
+    for word in ("epsilon=8", "delta=1e-6", "added or removed", f"{plan.bands} parts", "Do not change"):
         assert word in text
 
 
