@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from bandmf import _extras
 from bandmf.torch.noise.engine import Engine, State
 from bandmf.torch.noise.shards import broadcast_key
 
@@ -43,8 +44,8 @@ def _private_trainer() -> Any:
     try:
         return import_module("bandmf.torch.huggingface.trainer").PrivateTrainer
     except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] not in ("transformers", "accelerate"):
+        package = _extras.package_of(error)
+        if _extras.EXTRA_OF.get(package) != "huggingface":
             raise
-        raise ImportError(
-            f"PrivateTrainer needs {error.name}, which is not installed: pip install 'bandmf[huggingface]'"
-        ) from error
+        remedy = _extras.remedy(package)
+        raise ImportError(f"PrivateTrainer needs {error.name}, which is not installed: {remedy}") from error
