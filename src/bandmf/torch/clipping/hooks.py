@@ -74,7 +74,7 @@ class PerExample:
     def half_precision(self) -> set[torch.dtype]:
         samples = (getattr(parameter, "grad_sample", None) for parameter in self._parameters.values())
         kinds = {sample.dtype for sample in samples if isinstance(sample, Tensor)}
-        return {kind for kind in kinds if torch.finfo(kind).bits < 32}
+        return {kind for kind in kinds | self._hooks.turns.autocast if torch.finfo(kind).bits < 32}
 
     @torch.no_grad()
     def add_to(self, sums: dict[str, Tensor], rows: int, valid: int, scale: float) -> Tensor:

@@ -211,6 +211,10 @@ class SelfTest:
 
         return take
 
+    def look(self) -> None:
+        """After the backward pass of a rehearsal: through which types gradients passed."""
+        self._stepper.half.look(self._guards._losses)
+
     def observe(self, rehearsal: Rehearsal, scale: float) -> None:
         """After the backward pass of a rehearsal; `scale` is that of a gradient of its batch."""
         assert self._before is not None
@@ -305,8 +309,9 @@ class SelfTest:
                 raise RuntimeError(found)
 
     def _halved(self) -> bool:
-        """Whether products have less than the precision of float32."""
-        return precision() != "highest" or bool(self._stepper.clipping.half_precision)
+        """Whether products have less than the precision of float32: those of frozen layers round what others see."""
+        stepper = self._stepper
+        return precision() != "highest" or bool(stepper.half_precision | stepper.half.of_model)
 
 
 def _prime(most: int) -> int:

@@ -1,0 +1,62 @@
+"""Types of less than float32: which a model has, and which gradients pass through on their way to what is trained.
+
+A mean loss divides by the number of examples, so gradients are rounded, or vanish, by that number wherever they pass
+through such a type: in layers that are trained, and in frozen ones behind them. A frozen layer in front of all that is
+trained has no gradients, but it rounds what the others are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import BackwardCFunction
+
+Types = set[torch.dtype]
+
+
+def is_half(kind: torch.dtype) -> bool:
+    return (kind.is_floating_point or kind.is_complex) and torch.finfo(kind).bits < 32
+
+
+class HalfPrecision:
+    """What is known of a model: what its tensors are, and, after rehearsals, what gradients passed through."""
+
+    def __init__(self, model: nn.Module) -> None:
+        tensors = [*model.parameters(), *model.buffers()]
+        self.of_model: Types = {tensor.dtype for tensor in tensors if is_half(tensor.dtype)}
+        self._passed: Types | None = None  # None: no graph was seen
+
+    @property
+    def passed(self) -> Types:
+        """What gradients pass through; as long as no graph has shown it, all that the model has."""
+        return self.of_model if self._passed is None else self._passed
+
+    def look(self, losses: Iterable[Any]) -> None:
+        """At the graphs of the losses of a rehearsal, by their last nodes."""
+        found = {node for loss in losses for node in _nodes(loss)}
+        kinds = {each.dtype for node in found for each in node._input_metadata}
+        known = self._passed or set()
+        if any(map(_is_opaque, found)):
+            known = known | self.of_model
+        if found:
+            self._passed = known | {kind for kind in kinds if is_half(kind)}
+
+
+def _nodes(begin: Any) -> Iterator[Any]:
+    seen, rest = set(), [begin]
+    while rest:
+        node = rest.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            rest.extend(each for each, _ in node.next_functions)
+
+
+def _is_opaque(node: Any) -> bool:
+    """Whether it may hide other operations: a function of somebody's own, a compiled one, a reentrant checkpoint."""
+    if not isinstance(node, BackwardCFunction):
+        return False
+    return not type(node)._forward_cls.__module__.startswith("bandmf.")  # type: ignore[attr-defined]
