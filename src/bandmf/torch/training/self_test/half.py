@@ -15,6 +15,7 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 Types = set[torch.dtype]
+_OPEN = ("bandmf.", "torch.nn.modules._functions")  # functions that are layers of ours, or torch's hooks of a layer
 
 
 def is_half(kind: torch.dtype) -> bool:
@@ -59,4 +60,4 @@ def _is_opaque(node: Any) -> bool:
     """Whether it may hide other operations: a function of somebody's own, a compiled one, a reentrant checkpoint."""
     if not isinstance(node, BackwardCFunction):
         return False
-    return not type(node)._forward_cls.__module__.startswith("bandmf.")  # type: ignore[attr-defined]
+    return not type(node)._forward_cls.__module__.startswith(_OPEN)  # type: ignore[attr-defined]
