@@ -322,7 +322,9 @@ def test_a_collate_function_that_fails_on_halves_gets_whole_examples():
     def collate(rows):
         return on_the_grid(torch.stack([x for x, _ in rows])), torch.stack([y for _, y in rows])
 
-    with pytest.warns(UserWarning, match=r"no examples at half their size.*the collate function fails.*KeyError"):
+    with pytest.warns(
+        UserWarning, match=r"no examples at half their size.*the collate function fails.*KeyError"
+    ):
         found = outcome(open_net(), GRID, "auto", loader_options={"collate_fn": collate})
     assert found.refused is None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -231,7 +233,7 @@ def moved_by_one_more(loop, count_of=range(-1, 4), **options):
         if found.refused:
             return found.refused
         totals.append(found.total)
-    return max(float((b - a).norm()) / 1e-5 for a, b in zip(totals, totals[1:], strict=False))
+    return max(float((b - a).norm()) / 1e-5 for a, b in pairwise(totals))
 
 
 def test_a_mean_whose_gradients_pass_through_frozen_float16_layers_is_refused(monkeypatch):

@@ -15,7 +15,10 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 Types = set[torch.dtype]
-_OPEN = ("bandmf.", "torch.nn.modules._functions")  # functions that are layers of ours, or torch's hooks of a layer
+_OPEN = (
+    "bandmf.",
+    "torch.nn.modules._functions",
+)  # functions that are layers of ours, or torch's hooks of a layer
 
 
 def is_half(kind: torch.dtype) -> bool:
