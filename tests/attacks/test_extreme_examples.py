@@ -312,6 +312,11 @@ def test_data_that_must_have_their_size_keep_it(kind):
 GRID = Rows([(torch.tensor([0.1 * (1 + n % 3)] * 6), torch.tensor(n % 4)) for n in range(20)])
 
 
+def one_pass(private, loop=plain):
+    for batch in private.loader:
+        loop(private, batch)
+
+
 def on_the_grid(x):
     if not torch.isclose(x, GRID[0][0] * (x / 0.1).round()).all():
         raise KeyError("not on the grid")
@@ -340,12 +345,10 @@ def test_a_model_that_fails_on_halves_says_what_they_are_and_gets_none_in_the_ne
 
     private = private_of(Checked(), GRID)
     with pytest.raises(KeyError, match="not on the grid") as found:
-        for batch in private.loader:
-            plain(private, batch)
+        one_pass(private)
     assert any("a rehearsal of make_private's self-test" in note for note in found.value.__notes__)
     with pytest.warns(UserWarning, match="no examples at half their size are rehearsed"):
-        for batch in private.loader:
-            plain(private, batch)
+        one_pass(private)
     assert private.finished
 
 
@@ -353,8 +356,7 @@ def test_a_refused_loop_is_refused_in_the_next_pass_too():
     private, loop = private_of(open_net(), bright_pictures()), loop_of(by_largest)
     for _ in range(3):
         with pytest.raises(RuntimeError, match="depends on the place"):
-            for batch in private.loader:
-                loop(private, batch)
+            one_pass(private, loop)
 
 
 # --- examples that are objects ------------------------------------------------------------------------------
