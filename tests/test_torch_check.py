@@ -415,3 +415,31 @@ def test_a_row_that_is_wrong_would_be_found():
     ):
         with pytest.raises(AssertionError):
             fails(layer, how)
+
+
+class Prefixed(Bare):
+    """A parameter of the model itself, which torch.func would describe, but for its dropout."""
+
+    def __init__(self, drop):
+        super().__init__()
+        self.layer = drop
+
+
+@pytest.mark.parametrize(
+    "drop", [nn.Dropout(0.1), nn.RReLU(), nn.TransformerEncoderLayer(6, 2, 8, 0.1, batch_first=True)]
+)
+def test_a_bare_parameter_beside_random_numbers_is_a_problem_of_its_own(drop):
+    """It was a note, and the run failed in its first batch."""
+    report = check(Prefixed(drop))
+    assert [one.layer for one in report.problems] == ["scale", ""]
+    assert "put it into a module of its own" in report.problems[0].remedy
+    assert "draws random numbers" in report.problems[1].reason
+
+
+@pytest.mark.parametrize("drop", [nn.Dropout(0.0), nn.Dropout(0.1).eval(), nn.Tanh()])
+def test_without_random_numbers_it_stays_a_note(drop):
+    assert check(Prefixed(drop)).ok
+
+
+def test_dropout_of_opacuss_recurrent_layers_is_fine():
+    assert check(Around(opacus.layers.DPLSTM(6, 6, 2, dropout=0.3, batch_first=True)), clipping="hooks").ok

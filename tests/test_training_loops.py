@@ -507,3 +507,57 @@ def test_an_optimizer_serves_one_run_at_a_time():
         make()
     first.close()
     make()
+
+
+def adversarial(private, batch, zero_grad=True):
+    """Trains on examples that were moved along the gradient of the loss by the input."""
+    x, y = batch[0].clone().requires_grad_(True), batch[1]
+    (slope,) = torch.autograd.grad(functional.cross_entropy(private.model(x), y), x)
+    if zero_grad:
+        private.optimizer.zero_grad()
+    functional.cross_entropy(private.model((x + 0.1 * slope.sign()).detach()), y).backward()
+    private.optimizer.step()
+
+
+@pytest.mark.parametrize("mode", ["auto", "hooks"])
+@pytest.mark.parametrize("physical", [None, 3])
+def test_zero_grad_drops_backward_passes_that_came_before_it(mode, physical):
+    """Of physical batches that are added up already, nothing is lost."""
+    options = {"clip_norm": 0.1, "physical_batch_size": physical}
+    data = vectors(8)
+    found = outcome(small_net(), data, mode, adversarial, **options)
+    assert found.refused is None
+    without = outcome(small_net(), Rows(data[:-1]), mode, adversarial, **options)
+    assert float((found.total - without.total).norm()) == pytest.approx(0.1, rel=1e-4)
+    moved = outcome(small_net(), data, "hooks", adversarial, clip_norm=0.1)
+    torch.testing.assert_close(found.total, moved.total, rtol=1e-4, atol=1e-6)
+
+
+def test_gradients_that_are_not_dropped_count():
+    assert outcome(small_net(), vectors(), "auto", partial(adversarial, zero_grad=False)).refused is not None
+
+
+class Prefixed(nn.Module):
+    """A parameter of the model itself, beside dropout."""
+
+    def __init__(self, drop):
+        super().__init__()
+        self.shift, self.drop, self.net = nn.Parameter(torch.zeros(6)), drop, small_net()
+
+    def forward(self, x):
+        return self.net(self.drop(x + self.shift))
+
+
+def by_function(x):
+    return functional.dropout(x, 0.1)
+
+
+def test_auto_names_the_way_out_where_hooks_cannot_clip_either():
+    """It said to use book-keeping, which it had just left."""
+    with pytest.warns(UserWarning, match="Opacus's hooks clip this model"):
+        refused = outcome(Prefixed(by_function), vectors(), "auto").refused
+    assert refused.startswith("clipping: Opacus's hooks cannot give the gradients of single examples of ''")
+    assert refused.endswith("put it into a module of its own, whose forward uses it, or freeze it")
+    assert "clipping='bookkeeping'" not in refused
+    alone = outcome(Prefixed(by_function), vectors(), "hooks").refused
+    assert "clipping='bookkeeping'" in alone

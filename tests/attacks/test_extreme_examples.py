@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import UserDict
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from bandmf.torch.training import loader
+from bandmf.torch.training.self_test import extremes
+from bandmf.torch.training.self_test.choice import traits_of
 from bandmf.torch.training.self_test.extremes import halved
 from bandmf.torch.training.self_test.guarded import Guards
 from one_at_a_time import MODES
@@ -87,7 +91,7 @@ def test_activations_rounded_with_one_scale_for_the_batch_are_refused(mode):
 
 def test_without_halves_it_would_be_accepted(monkeypatch):
     """So it is they that show it."""
-    monkeypatch.setattr(loader, "halved", lambda example: example)
+    monkeypatch.setattr(extremes, "halved", lambda example: example)
     assert outcome(open_net(), bright_pictures(), "auto", loop_of(by_largest)).refused is None
 
 
@@ -235,17 +239,178 @@ def test_models_may_check_the_range_of_the_data():
 def test_halves_keep_whole_numbers_and_what_is_unknown():
     other = object()
     example = {
-        "x": torch.tensor([0.5, 1.0]), "id": 7, "y": [torch.tensor(3.0), 0.5], "z": (np.float32(4.5), other),
+        "x": torch.tensor([0.5, 1.0]), "id": 7, "y": [torch.tensor(3.5), 0.5], "z": (np.float32(4.5), other),
         "t": "text", "mask": np.array([0.0, 1.0]), "bytes": torch.tensor([255], dtype=torch.uint8), "nan": float("nan"),
     }  # fmt: skip
     found = halved(example)
     assert found["x"].tolist() == [0.25, 0.5]
     assert example["x"].tolist() == [0.5, 1.0]
-    assert (found["id"], float(found["y"][0]), found["y"][1]) == (7, 3, 0.25)
-    assert found["z"] == (2.25, other)
+    assert (found["id"], float(found["y"][0]), found["y"][1]) == (7, 3.5, 0.5)
+    assert found["z"] == (4.5, other)
     assert found["t"] == "text"
     assert found["mask"].tolist() == [0, 1]
     assert found["bytes"].tolist() == [255]
+
+
+# --- data that do not bear it -----------------------------------------------------------------------------
+
+
+def with_targets(targets, rows=None):
+    rows = vectors(20, classes=4) if rows is None else rows
+    return Rows([(x, target) for (x, _), target in zip(rows, targets, strict=True)])
+
+
+CLASSES = {0.5 * (number + 1): number for number in range(4)}  # ratings of half stars, as classes
+
+
+def by_rating(model, x, rating):
+    return functional.cross_entropy(model(x), (2 * rating).long() - 1)
+
+
+def collated_ratings(rows):
+    return torch.stack([x for x, _ in rows]), torch.tensor([CLASSES[float(rating)] for _, rating in rows])
+
+
+def by_box(model, x, box):
+    box = torch.stack([side.float() for side in box], 1)
+    assert bool((box[:, 2:] > box[:, :2]).all()), "a box has no size"
+    return functional.mse_loss(model(x), box)
+
+
+def by_chances(model, x, chances):
+    chances = torch.stack([chance.float() for chance in chances], 1)
+    assert torch.allclose(chances.sum(1), torch.ones(len(x))), "no probabilities"
+    return functional.cross_entropy(model(x), chances)
+
+
+def by_unit(model, x, y):
+    assert torch.allclose(x.norm(dim=1), torch.ones(len(x))), "no unit vectors"
+    return functional.cross_entropy(model(x), y)
+
+
+RATINGS = [0.5 * (1 + number % 4) for number in range(20)]
+BEAR = {
+    "ratings": (with_targets(map(torch.tensor, RATINGS)), by_rating, None),
+    "ratings of Python": (with_targets(RATINGS), by_rating, None),
+    "ratings by a table": (with_targets(RATINGS), by_largest, collated_ratings),
+    "boxes": (with_targets([[10.0 + n, 5.0, 12.5 + n, 8.5] for n in range(20)]), by_box, None),
+    "chances": (with_targets([torch.rand(4).softmax(0).tolist() for n in range(20)]), by_chances, None),
+    "unit vectors": (Rows([(functional.normalize(x, dim=0), y) for x, y in vectors(20)]), by_unit, None),
+}
+
+
+@pytest.mark.parametrize("kind", BEAR)
+def test_data_that_must_have_their_size_keep_it(kind):
+    """Each of these loops ended in an error about values that are not in the data."""
+    data, loss, collate = BEAR[kind]
+    if collate is not None:
+        loss = mean_loss
+    found = outcome(open_net(), data, "auto", loop_of(loss), loader_options={"collate_fn": collate})
+    assert found.refused is None
+
+
+GRID = Rows([(torch.tensor([0.1 * (1 + n % 3)] * 6), torch.tensor(n % 4)) for n in range(20)])
+
+
+def one_pass(private, loop=plain):
+    for batch in private.loader:
+        loop(private, batch)
+
+
+def on_the_grid(x):
+    if not torch.isclose(x, GRID[0][0] * (x / 0.1).round()).all():
+        raise KeyError("not on the grid")
+    return x
+
+
+def test_a_collate_function_that_fails_on_halves_gets_whole_examples():
+    def collate(rows):
+        return on_the_grid(torch.stack([x for x, _ in rows])), torch.stack([y for _, y in rows])
+
+    with pytest.warns(
+        UserWarning, match=r"no examples at half their size.*the collate function fails.*KeyError"
+    ):
+        found = outcome(open_net(), GRID, "auto", loader_options={"collate_fn": collate})
+    assert found.refused is None
+
+
+def test_a_model_that_fails_on_halves_says_what_they_are_and_gets_none_in_the_next_pass():
+    class Checked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = open_net()
+
+        def forward(self, x):
+            return self.inner(on_the_grid(x))
+
+    private = private_of(Checked(), GRID)
+    with pytest.raises(KeyError, match="not on the grid") as found:
+        one_pass(private)
+    assert any("a rehearsal of make_private's self-test" in note for note in found.value.__notes__)
+    with pytest.warns(UserWarning, match="no examples at half their size are rehearsed"):
+        one_pass(private)
+    assert private.finished
+
+
+def test_a_refused_loop_is_refused_in_the_next_pass_too():
+    private, loop = private_of(open_net(), bright_pictures()), loop_of(by_largest)
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="depends on the place"):
+            one_pass(private, loop)
+
+
+# --- examples that are objects ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Example:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@dataclass(slots=True)
+class Slots:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class Own(dict):
+    pass
+
+
+OBJECTS = {
+    "frozen dataclass": Example,
+    "dataclass with slots": Slots,
+    "UserDict": lambda x, y: UserDict(x=x, y=y),
+    "dict of a class of its own": lambda x, y: Own(x=x, y=y),
+    "namespace": lambda x, y: SimpleNamespace(x=x, y=y),
+}
+
+
+def part(example, name):
+    return example[name] if isinstance(example, dict | UserDict) else getattr(example, name)
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_objects_are_halved_so_that_a_scale_of_the_batch_shows(kind):
+    """It was accepted, and one bright example moved the sum by 4.65 times the clip norm."""
+    make = OBJECTS[kind]
+    data = Rows([make(x, y) for x, y in bright_pictures()])
+    half = halved(data[0])
+    assert type(half) is type(data[0])
+    assert torch.equal(2 * part(half, "x"), part(data[0], "x"))
+    assert float(part(data[0], "x").max()) == 1, "the example itself is as it was"
+    options = {"collate_fn": lambda rows: tuple(torch.stack([part(r, name) for r in rows]) for name in "xy")}
+    assert_refused(
+        "depends on the place", open_net(), data, "auto", loop_of(by_largest), loader_options=options
+    )
+    assert outcome(open_net(), data, "auto", loader_options=options).refused is None
+
+
+def test_objects_are_chosen_by_what_is_in_them():
+    assert set(traits_of(Example(torch.zeros(3), torch.tensor(7)))) == {
+        ("x", "shape", (3,)), ("y", "shape", ()), ("y", "is", 7),
+    }  # fmt: skip
 
 
 def test_examples_that_cannot_be_in_one_batch_are_rehearsed_one_at_a_time():

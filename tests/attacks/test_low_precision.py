@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -11,7 +13,8 @@ from bandmf.torch import losses
 from bandmf.torch.clipping import Bookkeeping, Outer, norms, rule, rules
 from bandmf.torch.clipping import Rows as RowsOf
 from bandmf.torch.noise.precision import exact, precision
-from private_loops import Rows, outcome, small_net, vectors
+from bandmf.torch.training.step import Stepper
+from private_loops import Rows, outcome, plain, small_net, vectors
 
 
 class Scale(nn.Module):
@@ -180,3 +183,102 @@ def test_a_mean_in_float16_is_refused_with_a_scale_or_without(scale):
 def test_a_mean_in_bfloat16_says_once_what_it_costs(recwarn):
     outcome(small_net(), vectors(), "auto", by_mean_in(torch.bfloat16), clip_norm=1.0)
     assert len([one for one in recwarn if "a mean loss in half precision" in str(one.message)]) == 1
+
+
+# --- frozen layers in half precision ------------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """An adapter in float32 between frozen layers of another type, as LoRA has them."""
+
+    def __init__(self, dtype, behind=True):
+        super().__init__()
+        torch.manual_seed(3)
+        self.base, self.head = nn.Linear(6, 8).to(dtype), nn.Linear(8, 4)
+        self.adapter = nn.Linear(8, 8, bias=False)
+        self.base.requires_grad_(False)
+        if behind:
+            self.head.to(dtype).requires_grad_(False)
+
+    def forward(self, x):
+        inner = torch.tanh(self.base(x.to(self.base.weight.dtype)))
+        inner = inner.float() + self.adapter(inner.float())
+        return self.head(inner.to(self.head.weight.dtype)).float()
+
+
+def each(private, batch):
+    private.optimizer.zero_grad()
+    private.backward(functional.cross_entropy(private.model(batch[0]), batch[1], reduction="none"))
+    private.optimizer.step()
+
+
+def made_sure(model, x):
+    """The model is so sure of x that its gradient, divided by more than so many, is below what float16 has."""
+    with torch.no_grad():
+        model.head.weight.copy_(torch.tensor([[1.0] * 8, [-1.0] * 8, [0.0] * 8, [0.0] * 8]))
+        model.head.bias.copy_(torch.tensor([0.0, 0.0, -100.0, -100.0]))
+        scores = model(x[None])[0]
+        model.head.bias[0] += 12 - scores[0] + scores[1]
+        return int(float(1 - model(x[None])[0].double().softmax(-1)[0]) / 2**-25)
+
+
+def moved_by_one_more(loop, count_of=range(-1, 4), **options):
+    """The most that one example moves the sum, in clip norms, where gradients begin to vanish; or the refusal."""
+    model = Adapted(torch.float16)
+    others, totals, x = vectors(), [], torch.ones(6)
+    rows = made_sure(model, x)
+    for more in count_of:
+        data = Rows([*others, *[(x, torch.tensor(0))] * (rows + more - len(others))])
+        found = outcome(model, data, "auto", loop, clip_norm=1e-5, **options)
+        if found.refused:
+            return found.refused
+        totals.append(found.total)
+    return max(float((b - a).norm()) / 1e-5 for a, b in pairwise(totals))
+
+
+def test_a_mean_whose_gradients_pass_through_frozen_float16_layers_is_refused(monkeypatch):
+    """One example moved the sum by 771 times the clip norm, with peft's LoRA in float32 on a base in float16."""
+    assert moved_by_one_more(plain).startswith("loss: a mean in float16 divides gradients by 7")
+    unchecked = moved_by_one_more(plain, self_test=False)
+    assert unchecked.startswith("loss: a mean in float16"), "without the self-test too"
+    assert moved_by_one_more(each) <= 1 + 1e-4
+    monkeypatch.setattr(Stepper, "_mean_in_half_precision", lambda stepper, rows: None)
+    assert moved_by_one_more(plain, self_test=False) > 100, "the attack works where nothing is refused"
+
+
+@pytest.mark.parametrize("mode", ["auto", "hooks"])
+def test_a_frozen_float16_layer_in_front_of_all_that_is_trained_takes_a_mean(mode):
+    """No gradient passes through it."""
+    assert outcome(Adapted(torch.float16, behind=False), vectors(16), mode).refused is None
+
+
+@pytest.mark.parametrize("mode", ["auto", "hooks"])
+def test_adapters_of_a_bfloat16_base_are_accepted_and_a_mean_is_warned_of(mode, recwarn):
+    """They were refused: rounding in frozen layers was not expected."""
+    assert outcome(Adapted(torch.bfloat16), vectors(32), mode, each).refused is None
+    assert not [one for one in recwarn if "a mean loss in half precision" in str(one.message)]
+    assert outcome(Adapted(torch.bfloat16), vectors(32), mode).refused is None
+    assert len([one for one in recwarn if "a mean loss in half precision" in str(one.message)]) == 1
+
+
+def test_a_cast_by_hand_between_layers_of_float32_counts_too():
+    class Cast(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = small_net()
+
+        def forward(self, x):
+            return self.inner(x).half().mul(2).float()
+
+    assert outcome(Cast(), vectors(16), "auto").refused.startswith("loss: a mean in float16")
+    assert outcome(Cast(), vectors(16), "auto", each).refused is None
+
+
+@pytest.mark.parametrize("mode", ["auto", "hooks"])
+def test_autocast_around_a_layer_that_stays_in_float32_is_noticed_without_the_self_test(mode):
+    """An embedding does: its gradients are of float32, and came through layers in float16."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 8), nn.Flatten(), nn.Linear(16, 4).requires_grad_(False))
+    data = Rows([(torch.tensor([n % 20, n % 7]), torch.tensor(n % 4)) for n in range(8)])
+    loop = by_mean_in(torch.float16)
+    assert outcome(model, data, mode, loop, self_test=False).refused.startswith("loss: a mean in float16")

@@ -45,7 +45,7 @@ def make_clipping(
 
     def otherwise(reason: Exception) -> Clipping:
         warnings.warn(f"clipping='auto': Opacus's hooks clip this model, since {reason}", stacklevel=2)
-        return by_hooks(model, parameters, clip_norm, per_layer)
+        return by_hooks(model, parameters, clip_norm, per_layer, instead=reason)
 
     may_change = mode == "auto" and not sharded
     try:
@@ -57,9 +57,14 @@ def make_clipping(
 
 
 def by_hooks(
-    model: nn.Module, parameters: Parameters, clip_norm: float, per_layer: bool, functorch: bool = False
+    model: nn.Module,
+    parameters: Parameters,
+    clip_norm: float,
+    per_layer: bool,
+    functorch: bool = False,
+    instead: Exception | None = None,
 ) -> Clipping:
-    """Clipping through Opacus, which is imported only here."""
+    """Clipping through Opacus, which is imported only here; `instead` says why it is not book-keeping."""
     from bandmf.torch.clipping.hooks import PerExample
 
-    return PerExample(model, parameters, clip_norm, per_layer, functorch)
+    return PerExample(model, parameters, clip_norm, per_layer, functorch, instead)

@@ -78,11 +78,8 @@ class Bookkeeping:
 
     @property
     def half_precision(self) -> set[torch.dtype]:
-        return {
-            entry.gradient.dtype
-            for entry in self._recorder.peek()
-            if torch.finfo(entry.gradient.dtype).bits < 32
-        }
+        kinds = {entry.gradient.dtype for entry in self._recorder.peek()} | self._recorder.autocast
+        return {kind for kind in kinds if torch.finfo(kind).bits < 32}
 
     @torch.no_grad()
     def add_to(self, sums: dict[str, Tensor], rows: int, valid: int, scale: float) -> Tensor:
@@ -201,6 +198,7 @@ class Bookkeeping:
             sums[name].add_(_scatter(whole, parameter))
 
     def clear(self) -> None:
+        self._recorder.drop()
         for parameter in self._parameters.values():
             parameter.grad = None
 

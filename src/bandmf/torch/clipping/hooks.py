@@ -27,6 +27,7 @@ from bandmf.torch.clipping.refusals import (
     edited,
     extra_forward,
     late_backward,
+    not_by_hooks,
     refuse_packed,
     second_backward,
     used_by_function,
@@ -48,11 +49,13 @@ class PerExample:
         clip_norm: float,
         per_layer: bool,
         functorch: bool,
+        instead: Exception | None = None,
     ) -> None:
         self._parameters, self._per_layer = parameters, per_layer
         self._limit = clip_limit(clip_norm, parameters, per_layer)
         names = {id(parameter): name for name, parameter in parameters.items()}
         self._hooks = Hooks(model, names, loss_reduction="sum", force_functorch=functorch)
+        self._hooks.instead = instead
         self._written = Written(parameters)
         self._warned = False  # of gradients that were written by hand
 
@@ -74,7 +77,7 @@ class PerExample:
     def half_precision(self) -> set[torch.dtype]:
         samples = (getattr(parameter, "grad_sample", None) for parameter in self._parameters.values())
         kinds = {sample.dtype for sample in samples if isinstance(sample, Tensor)}
-        return {kind for kind in kinds if torch.finfo(kind).bits < 32}
+        return {kind for kind in kinds | self._hooks.turns.autocast if torch.finfo(kind).bits < 32}
 
     @torch.no_grad()
     def add_to(self, sums: dict[str, Tensor], rows: int, valid: int, scale: float) -> Tensor:
@@ -178,6 +181,7 @@ class Hooks(GradSampleHooks):
         self.turns, self._names = Turns(), names  # the names of the parameters, by identity
         self.rows: int | None = None  # examples of the batch at hand
         self.failure: RuntimeError | None = None  # what is wrong with its gradients
+        self.instead: Exception | None = None  # why it is not book-keeping that clips
         super().__init__(model, **options)
         self._own = {id(module): path for path, module in model.named_modules()}
         for path, module in model.named_modules():
@@ -260,11 +264,8 @@ class Hooks(GradSampleHooks):
         try:
             samples = rule(module, activations, backprops)
         except Exception as error:
-            raise UnsupportedError(
-                f"clipping: Opacus's hooks cannot give the gradients of single examples of "
-                f"{self._own.get(id(module), '')!r}, {type(module).__name__} ({type(error).__name__}: {error}); use "
-                "clipping='bookkeeping', with a rule of bandmf.torch.clipping.rule if it wants one, or freeze the layer"
-            ) from error
+            layer = f"{self._own.get(id(module), '')!r}, {type(module).__name__}"
+            raise not_by_hooks(layer, error, self.instead) from error
         for parameter, sample in samples.items():
             self._store(parameter, sample)
         for _, parameter in trainable_parameters(module):

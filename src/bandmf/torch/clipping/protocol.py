@@ -24,7 +24,7 @@ class Clipping(Protocol):
 
     @property
     def half_precision(self) -> set[torch.dtype]:
-        """The types of less than float32 in which gradients were found."""
+        """The types of less than float32 in which gradients were found, or layers were run by autocast."""
 
     def explain(self) -> str: ...
     def record(self, rows: int | None) -> None: ...
@@ -37,7 +37,9 @@ class Clipping(Protocol):
     def add_example(self, sums: dict[str, Tensor], rows: int, number: int, scale: float) -> Tensor:
         """Add the gradient of one example, unclipped; returns its norm, as clipping sees it. For the self-test."""
 
-    def clear(self) -> None: ...
+    def clear(self) -> None:
+        """Drop the gradients of the batch at hand, as `zero_grad` does; sums are kept."""
+
     def remove(self) -> None: ...
 
 

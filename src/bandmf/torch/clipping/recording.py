@@ -90,6 +90,10 @@ class Recorder(Turns):
         self.next()
         self._entries, self.failure, self.rows = [], None, rows
 
+    def drop(self) -> None:
+        """Forget the backward passes so far, as `zero_grad` does; one that is still to come is recorded."""
+        self._entries, self.failure = [], None
+
     def peek(self) -> list[Entry]:
         return self._entries
 

@@ -201,6 +201,19 @@ def edited(name: str) -> str:
     )
 
 
+def not_by_hooks(layer: str, error: Exception, instead: Exception | None) -> UnsupportedError:
+    """Opacus cannot describe a layer; `instead` says why book-keeping could not, where it was tried first."""
+    remedy = (
+        "use clipping='bookkeeping', with a rule of bandmf.torch.clipping.rule if it wants one, or freeze the layer"
+        if instead is None
+        else f"nor can book-keeping clip this model as it is, but it can when this is repaired: {instead}"
+    )
+    return UnsupportedError(
+        f"clipping: Opacus's hooks cannot give the gradients of single examples of {layer} "
+        f"({type(error).__name__}: {error}); {remedy}"
+    )
+
+
 def extra_forward(name: str) -> RuntimeError:
     """Opacus's hooks pair each forward pass with a backward pass, and one of them is missing."""
     return RuntimeError(

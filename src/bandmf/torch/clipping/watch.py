@@ -20,10 +20,11 @@ class Turns:
     def __init__(self) -> None:
         self.batch = 0  # the number of the one at hand
         self.late = False  # whether a backward pass went through an earlier one
+        self.autocast: set[torch.dtype] = set()  # in which layers of the one at hand ran
         self._first = 0  # autograd's number of the first node that can be of the one at hand
 
     def next(self) -> None:
-        self.batch, self.late = self.batch + 1, False
+        self.batch, self.late, self.autocast = self.batch + 1, False, set()
         with torch.enable_grad():
             self._first = torch.empty(0, device="cpu", requires_grad=True).view(0).grad_fn._sequence_nr()  # type: ignore[union-attr]
 
@@ -35,6 +36,8 @@ class Turns:
         noted whatever becomes of the call: a checkpoint inside of the checkpoint calls the layer without gradients
         first, and its own node, for which the layer is called once more, is new.
         """
+        if torch._C._is_any_autocast_enabled():
+            self.autocast |= _autocast()
         node = torch._C._current_autograd_node()
         if node is None or node._sequence_nr() >= self._first:
             return self.batch
@@ -45,6 +48,12 @@ class Turns:
         """In the backward pass of a call of that batch: whether it is the one at hand."""
         self.late = self.late or batch != self.batch
         return batch == self.batch
+
+
+def _autocast() -> set[torch.dtype]:
+    """The types of autocast, where it is enabled."""
+    enabled = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    return {torch.get_autocast_dtype(device) for device in enabled}
 
 
 class Written:

@@ -29,7 +29,7 @@ from bandmf.torch.training.generators import SeededIndices, generator
 from bandmf.torch.training.self_test import REHEARSALS
 from bandmf.torch.training.self_test.choice import by_difference
 from bandmf.torch.training.self_test.collating import Collating
-from bandmf.torch.training.self_test.extremes import halved
+from bandmf.torch.training.self_test.extremes import Members
 from bandmf.torch.training.step import Piece, Stepper
 
 _FOR_STREAMS = ("collate_fn",)
@@ -143,15 +143,14 @@ class Loader:
         with loading("rehearsal", stepper.steps_taken):
             examples = self._search(set(chosen)) if streams else _fetch(self.dataset, chosen)
         chosen = [chosen[number] for number in by_difference([examples[index] for index in chosen])]
-        members = [examples[index] for index in chosen]
-        members += [halved(each) for each in members]
+        members = Members([examples[index] for index in chosen], test.with_halves())
         collate = Collating(self._options.get("collate_fn") or default_collate)
         expected = math.ceil(stepper.plan.batch_size / stepper.ranks.world)
         rows = min(expected, self.physical_batch_size or expected)
         for rehearsal in test.rehearsals(len(chosen), rows, self.physical_batch_size):
             with loading("rehearsed", stepper.steps_taken):
-                data = collate([members[member] for member in rehearsal.members])
-            test.collates_at_random = collate.random
+                data = members.collated(rehearsal.members, collate)
+            test.collates_at_random, test.halves = collate.random, members.with_halves
             own = tuple(chosen[member % len(chosen)] for member in rehearsal.members)
             stepper.begin(Piece(stepper.steps_taken, own, 0, False, False, batch, rehearsal=rehearsal))
             yield data

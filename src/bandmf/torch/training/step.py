@@ -31,6 +31,7 @@ from bandmf.torch.noise.engine import Engine
 from bandmf.torch.training.generators import Generators
 from bandmf.torch.training.ranks import Ranks
 from bandmf.torch.training.self_test import Rehearsal, SelfTest
+from bandmf.torch.training.self_test.half import HalfPrecision
 from bandmf.torch.training.sums import Sums
 
 
@@ -65,7 +66,7 @@ class Stepper:
     ) -> None:
         self.plan, self.sampler, self.ranks, self.clipping = plan, sampler, ranks, clipping
         self.parameters, self.mean_loss = parameters, mean_loss
-        self.watch = Watch(model)
+        self.watch, self.half = Watch(model), HalfPrecision(model)
         self.generators = Generators(key, ranks.rank)
         self.self_test: SelfTest | None = None
         self.left_out = torch.zeros((), dtype=torch.int64)  # examples whose gradient was not finite
@@ -118,6 +119,11 @@ class Stepper:
     def rows(self) -> int | None:
         """The examples of the batch at hand; None between batches."""
         return None if self._piece is None else len(self._piece.indices)
+
+    @property
+    def half_precision(self) -> set[torch.dtype]:
+        """The types of less than float32 that gradients of the batch at hand passed through, or may have."""
+        return self.clipping.half_precision | self.half.passed
 
     def begin(self, piece: Piece) -> None:
         """Take the next physical batch from the loader."""
@@ -195,7 +201,10 @@ class Stepper:
             self.sums.clear()
         rows = len(piece.indices)
         scale = (1 if self.summed else rows) / loss_scale
-        if not self.summed and rows > 1 and self.clipping.half_precision:
+        if piece.rehearsal is not None:
+            assert self.self_test is not None
+            self.self_test.bears_halves()
+        if not self.summed and rows > 1 and self.half_precision:
             self._mean_in_half_precision(rows)
         if piece.rehearsal is not None:
             assert self.self_test is not None
@@ -210,7 +219,7 @@ class Stepper:
         In float16, it can also take all of them out of the range of its numbers, or into it.
         """
         remedy = "use private.backward(losses), with one loss for each example, or loss_reduction='sum'"
-        if torch.float16 in self.clipping.half_precision:
+        if torch.float16 in self.half_precision:
             raise ValueError(
                 f"loss: a mean in float16 divides gradients by {rows}, so the number of examples decides which of "
                 f"them leave the range of float16; {remedy}"

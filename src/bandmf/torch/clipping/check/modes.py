@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.parametrize import is_parametrized
 
 from bandmf.torch.clipping.check.layers import trains
@@ -100,9 +101,9 @@ def _has_forward(module: nn.Module) -> bool:
 
 def _by_hooks(model: nn.Module, mode: str, remedy: str = _OTHER_WAY) -> Iterator[Finding]:
     """What Opacus's hooks cannot describe."""
-    from bandmf.torch.clipping.hooks import hooked
+    from bandmf.torch.clipping.hooks import DPRNNBase, hooked
 
-    for path, module, _ in hooked(model, mode == "functorch"):
+    for path, module, by_rule in hooked(model, mode == "functorch"):
         kind = type(module).__name__
         if not _has_forward(module):
             yield _container(path, module)
@@ -112,6 +113,13 @@ def _by_hooks(model: nn.Module, mode: str, remedy: str = _OTHER_WAY) -> Iterator
                 f"is {kind}, which has three inputs and projections inside of one function: Opacus's hooks see "
                 "neither",
                 f"{remedy}, or use opacus.layers.DPMultiheadAttention",
+            )
+        elif not by_rule and not isinstance(module, DPRNNBase) and (drawing := _draws(module)):
+            yield Finding(
+                path,
+                f"is {kind}, which Opacus has no rule for, and draws random numbers ({drawing}), which torch.func does "
+                "not repeat for one example",
+                remedy,
             )
         elif isinstance(module, _CELLS) or (isinstance(module, nn.EmbeddingBag) and mode == "functorch"):
             yield Finding(path, f"is {kind}, which Opacus's hooks cannot take one example at a time", remedy)
@@ -126,6 +134,16 @@ def _by_hooks(model: nn.Module, mode: str, remedy: str = _OTHER_WAY) -> Iterator
                 "together",
                 remedy,
             )
+
+
+def _draws(module: nn.Module) -> str | None:
+    """The name of a part that draws random numbers in the mode that it is in."""
+    for path, part in module.named_modules():
+        rate = part.p if isinstance(part, _DropoutNd) else getattr(part, "dropout", 0.0)
+        draws = isinstance(part, _DropoutNd | nn.MultiheadAttention) and rate > 0
+        if part.training and (draws or isinstance(part, nn.RReLU)):
+            return path or type(part).__name__
+    return None
 
 
 def _functional(model: nn.Module, mode: str) -> Iterator[Finding]:

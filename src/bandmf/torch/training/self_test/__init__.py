@@ -30,6 +30,7 @@ from bandmf.torch.noise.precision import precision
 from bandmf.torch.noise.shards import local
 from bandmf.torch.training.random_state import RandomState
 from bandmf.torch.training.self_test.collating import AT_RANDOM
+from bandmf.torch.training.self_test.extremes import explain_errors, warn_without
 from bandmf.torch.training.self_test.guarded import Guards
 from bandmf.torch.training.self_test.quiet import Quiet
 from bandmf.torch.training.self_test.sketches import (
@@ -89,6 +90,8 @@ class SelfTest:
         self._begin_anew()
         self._drew = False
         self.collates_at_random = False  # known of the batches so far
+        self.halves = True  # whether there are examples at half their size
+        self._at_half = False  # whether the batch at hand has such
         self._exchanged = False  # another way of clipping has taken over
         self._handles: list[Any] = []
         self._silent = False  # whether hooks keep the model in evaluation mode
@@ -120,6 +123,13 @@ class SelfTest:
             chosen.append(next(others))
         return chosen
 
+    def with_halves(self) -> bool:
+        """Whether there shall be examples at half their size: not if the loop was left at the first that had some."""
+        if self._at_half:
+            self.halves = self._at_half = False
+            warn_without("the last pass over private.loader ended at a batch of them")
+        return self.halves
+
     def rehearsals(self, count: int, rows: int, most: int | None = None) -> Iterator[Rehearsal]:
         """The batches to go through, of so many examples and up to so many rows; each is observed before the next.
 
@@ -131,8 +141,10 @@ class SelfTest:
         self._after.close()  # of rehearsals that were left in the middle
         self._after.callback(self._stepper.generators.give_back)
         self._after.callback(self._stop_listening)
-        self._guards = Guards()
+        self._guards = Guards(self._stepper.half.look)
         self._after.callback(self._guards.end)
+        self._after.callback(explain_errors(self._model, lambda: self._at_half))
+        self._count = count
         self._after.callback(self._set_modes, [(module, module.training) for module in self._model.modules()])
         self._begin_anew()
         try:
@@ -183,6 +195,7 @@ class SelfTest:
     def begin(self, rehearsal: Rehearsal) -> None:
         self._before = RandomState()
         self._guards.begin(len(rehearsal.members))
+        self._at_half = self.halves and max(rehearsal.members) >= self._count
         self._stepper.clipping.record(None if rehearsal.alone else len(rehearsal.members))
         if rehearsal.alone:
             self._listen()
@@ -210,6 +223,10 @@ class SelfTest:
             parameter.grad = None
 
         return take
+
+    def bears_halves(self) -> None:
+        """After the backward pass of a rehearsal: the loop went through it."""
+        self._at_half = False
 
     def observe(self, rehearsal: Rehearsal, scale: float) -> None:
         """After the backward pass of a rehearsal; `scale` is that of a gradient of its batch."""
@@ -305,8 +322,9 @@ class SelfTest:
                 raise RuntimeError(found)
 
     def _halved(self) -> bool:
-        """Whether products have less than the precision of float32."""
-        return precision() != "highest" or bool(self._stepper.clipping.half_precision)
+        """Whether products have less than the precision of float32: those of frozen layers round what others see."""
+        stepper = self._stepper
+        return precision() != "highest" or bool(stepper.half_precision | stepper.half.of_model)
 
 
 def _prime(most: int) -> int:

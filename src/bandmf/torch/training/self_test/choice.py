@@ -12,7 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from bandmf.torch.training.self_test.extremes import attributes
+
 Trait = tuple[Hashable, ...]
+_DEEPEST = 6  # parts of parts of objects
 
 
 def by_difference(examples: Sequence[Any]) -> list[int]:
@@ -53,6 +56,9 @@ def traits_of(value: Any, *place: Hashable) -> Iterator[Trait]:
         yield (*place, "length", len(value))
     elif isinstance(size := getattr(value, "size", None), tuple):  # an image
         yield (*place, "shape", size)
+    elif len(place) < _DEEPEST:
+        for name, each in attributes(value).items():
+            yield from traits_of(each, *place, name)
 
 
 def _numbers(values: list[Any]) -> bool:

@@ -7,6 +7,7 @@ meet, and from there on, only linear operations are right. `whose` tells where t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -35,7 +36,9 @@ class Guards:
     _alive: ClassVar[list[Guards]] = []
     _usual = staticmethod(torch.autograd.backward)
 
-    def __init__(self) -> None:
+    def __init__(self, look: Callable[[list[Any]], None] = lambda nodes: None) -> None:
+        """`look` is given the nodes of each graph."""
+        self._also = look
         self._losses: dict[int, list[Operation | None]] = {}  # by the number of examples
         self.begin(1)
         Guards._alive.append(self)
@@ -71,6 +74,7 @@ class Guards:
             like = (losses[number] for losses in self._losses.values() if len(losses) > number)
             others = [each for each in like if each is not None and each is not graph[-1]]
             self._found = self._found or _not_linear(graph, Owners(graph, self._rows, others))
+        self._also([each.node for each in graph])
         for each in graph:
             each.node = None  # and with it the tensors that it may keep
 
