@@ -10,10 +10,11 @@ import pytest
 
 from bandmf.accounting.bins import NotCertifiedError, calibrate, estimate, gram_matrix
 from bandmf.accounting.bins.divergences import remove_sums
-from bandmf.accounting.bins.estimate import solve
 from bandmf.accounting.bins.loss import privacy_loss
-from bandmf.accounting.bins.sampling import Sums
-from bandmf.accounting.bins.tuning import Pilot, samples_for
+from bandmf.accounting.bins.tuning import Pilot
+from bandmf.accounting.certified import samples_for
+from bandmf.accounting.sampled_root import solve
+from bandmf.accounting.samples import Sums
 from bandmf.strategies import Identity
 from bins_oracles import REFERENCE, TWO, gaussian_sigma, reference_strategy, two_position_deltas
 
@@ -79,7 +80,7 @@ def test_draws_that_show_nothing_at_a_larger_sigma_do_not_end_the_search(first, 
 
 
 def test_draws_that_show_nothing_at_all_get_one_sentence():
-    with pytest.raises(NotCertifiedError, match="1000 samples show nothing near sigma="):
+    with pytest.raises(NotCertifiedError, match="1000 samples do not show it near sigma="):
         solve(lambda sigma: straight(sigma, 0), 2.0, 1e-8)
 
 

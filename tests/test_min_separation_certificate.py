@@ -11,7 +11,6 @@ import pytest
 
 from bandmf import optimize
 from bandmf.accounting import bins, noise_multiplier
-from bandmf.accounting.bins.sampling import upper_bound
 from bandmf.accounting.min_separation import (
     Certificate,
     NotCertifiedError,
@@ -23,6 +22,7 @@ from bandmf.accounting.min_separation import (
 )
 from bandmf.accounting.min_separation.copies import Copies
 from bandmf.accounting.min_separation.divergences import add_sums, remove_sums
+from bandmf.accounting.samples import upper_bound
 from bandmf.strategies import Banded, BandedToeplitz, Identity
 from min_separation_oracles import two_step_deltas
 
@@ -216,7 +216,9 @@ def test_certified_sigmas_of_a_thousand_steps(epsilon, separation):
 @pytest.mark.parametrize(("epsilon", "delta"), [(50.0, 1e-5), (100.0, 1e-5), (15.0, 0.3)])
 def test_a_budget_far_from_any_use_ends_in_a_sentence(epsilon, delta):
     """Moments overflow, or no sample shows anything: neither is of the caller's making."""
-    with pytest.raises(ValueError, match=rf"^epsilon={epsilon}: no sigma was found .*use sampling='cyclic-"):
+    with pytest.raises(
+        ValueError, match=rf"^delta={delta:g}: .*samples do not show it near .*sampling='cyclic-"
+    ):
         calibrate(Identity(80), 1, 0.05, epsilon, delta, seconds=2, seed=1)
 
 
