@@ -222,6 +222,20 @@ def test_a_budget_far_from_any_use_ends_in_a_sentence(epsilon, delta):
         calibrate(Identity(80), 1, 0.05, epsilon, delta, seconds=2, seed=1)
 
 
+@pytest.mark.parametrize(("epsilon", "delta", "sigma"), [(8.0, 1e-12, 1.13), (30.0, 1e-9, 0.478)])
+def test_extreme_budgets_have_a_sigma(epsilon, delta, sigma):
+    C = BandedToeplitz([1, 0.5, 0.375, 0.3125], 80)
+    found = estimate_sigma(C, 4, 1 / 17, epsilon, delta, samples=2**11, seed=1)
+    assert found.sigma == pytest.approx(sigma, rel=0.02)
+
+
+def test_samples_of_which_a_few_decide_give_no_sigma():
+    """Once 0.279, at which two thousand samples happened to show delta: a hundredfold smaller one needs only 0.53."""
+    C = BandedToeplitz([1, 0.5, 0.375, 0.3125], 80)
+    with pytest.raises(NotCertifiedError, match=r"^delta=0\.001: .*noise for a smaller one serves this one"):
+        estimate_sigma(C, 4, 1 / 17, 16.0, 1e-3, samples=2**11, seed=1)
+
+
 def test_a_large_epsilon_is_certified():
     """The bound of the sampled add direction overflows there; the one without samples suffices."""
     assert calibrate(Identity(80), 1, 0.05, 30.0, 1e-10, seconds=2, seed=1).epsilon == 30.0
