@@ -99,6 +99,8 @@ def _tuned(gram: FloatArray, epsilon: float, delta: float, seed: int) -> tuple[f
         loss = privacy_loss(gram, sigma)
         for rough in _ROUGH:
             pilot = tuning.tune(loss, epsilon, rough, seed)
+            if pilot.mean <= 0:  # no sample is beyond epsilon: too much noise
+                return 0.0, pilot
             if pilot.relative_variance < rough / RELIABLE**2:
                 return pilot.mean, pilot
         if (most := pilot.chain.bound(loss, epsilon)) < delta:  # certainly too much noise
