@@ -31,7 +31,7 @@ def make_plans(path: Path) -> None:
     for epsilon in EPSILONS:
         plans[epsilon, "DP-SGD"] = bandmf.plan(epsilon=epsilon, bands=1, **common)
         plans[epsilon, "BandMF"] = bandmf.plan(epsilon=epsilon, sampling="cyclic-poisson", **common)
-        plans[epsilon, "bins"] = bandmf.plan(epsilon=epsilon, sampling="balls-in-bins", **common)
+        plans[epsilon, "balls-in-bins"] = bandmf.plan(epsilon=epsilon, sampling="balls-in-bins", **common)
     path.write_bytes(pickle.dumps(plans))
 
 
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--log", type=Path, help="also write each run here as it ends")
-    parser.add_argument("--mechanisms", nargs="*", default=["DP-SGD", "BandMF", "bins"])
+    parser.add_argument("--mechanisms", nargs="*", default=["DP-SGD", "BandMF", "balls-in-bins"])
     parser.add_argument("--rates", nargs="*", type=float, default=RATES)
     arguments = parser.parse_args()
     if arguments.data is None:

@@ -13,7 +13,7 @@
 # %% [markdown]
 # # Fine-tuning a language model with LoRA, privately
 #
-# A language model has learned from public text. Now it shall learn from private text, at epsilon 8: what it becomes
+# A language model has learned from public text. Now it will learn from private text, at epsilon 8: what it becomes
 # must not depend much on any single passage. With LoRA the weights of the model stay as they are, and only small
 # *adapters* beside them are trained. That suits private training: fewer numbers need noise, and the noise takes less
 # memory.
@@ -66,8 +66,8 @@ def private_text():
         return source_code()
 
 
-public, private = text.topics(), private_text()
-print(f"public: {public.name}; private: {private.name}, {len(private.train):,} characters to train on")
+public, secret = text.topics(), private_text()
+print(f"public: {public.name}; private: {secret.name}, {len(secret.train):,} characters to train on")
 
 # %% [markdown]
 # A text is cut into pieces of 32 characters. One piece is one example, so it is one piece that is protected: what the
@@ -97,8 +97,8 @@ def pieces(alphabet, numbers):
 
 
 reading = pieces(public.alphabet, public.train)
-train = pieces(private.alphabet, private.train)[: 600 if SHORT else 4000]
-held_out = pieces(private.alphabet, private.test)[:200]
+train = pieces(secret.alphabet, secret.train)[: 600 if SHORT else 4000]
+held_out = pieces(secret.alphabet, secret.test)[:200]
 print(f"{len(reading):,} public pieces, {len(train):,} private ones, {len(held_out):,} held out")
 print("the first private piece:", repr("".join(map(chr, train[0]))))
 
@@ -108,8 +108,8 @@ print("the first private piece:", repr("".join(map(chr, train[0]))))
 # This part is not private and has no noise. With a real model it is one line:
 # `GPT2LMHeadModel.from_pretrained(...)`.
 #
-# `losses.language_model` gives one loss for each piece: the mean over its own characters. Private training needs it so,
-# as the loss of an example must not depend on the others in its batch.
+# `losses.language_model` gives one loss for each piece: the mean over its own characters. Private training needs this
+# because the loss of an example must not depend on the others in its batch.
 
 # %%
 config = GPT2Config(
@@ -179,20 +179,20 @@ print(f"DP-SGD would have {plan.dp_sgd_ratio:.1f} times the error")
 
 # %%
 optimizer = torch.optim.AdamW(trainable, lr=5e-3)
-run = make_private(model, optimizer, torch.utils.data.TensorDataset(train), plan, clip_norm=1.0)
+private = make_private(model, optimizer, torch.utils.data.TensorDataset(train), plan, clip_norm=1.0)
 steps, curve = [0], [before]
-while not run.finished:
-    for (batch,) in run.loader:
-        run.optimizer.zero_grad()
-        run.backward(losses.language_model(run.model(batch).logits, batch))
-        run.optimizer.step()
-        if run.steps_taken >= steps[-1] + plan.steps / 10:
-            steps.append(run.steps_taken)
+while not private.finished:
+    for (batch,) in private.loader:
+        private.optimizer.zero_grad()
+        private.backward(losses.language_model(private.model(batch).logits, batch))
+        private.optimizer.step()
+        if private.steps_taken >= steps[-1] + plan.steps / 10:
+            steps.append(private.steps_taken)
             curve.append(loss_on(held_out))
 
 after = loss_on(held_out)
-spent = plan.spent_after(run.steps_taken)
-print(f"epsilon={spent:g}, delta={plan.delta:g} after {run.steps_taken} steps")
+spent = private.spent()
+print(f"epsilon={spent:g}, delta={plan.delta:g} after {private.steps_taken} steps")
 print(f"held-out loss {before:.2f} before, {after:.2f} after; public text now {loss_on(public_test):.2f}")
 
 # %%
@@ -203,7 +203,7 @@ axis.annotate(
     "before", (plan.steps, before), (0, -4), textcoords="offset points", ha="right", va="top", color="#777777"
 )
 axis.set(xlabel="private step", ylabel="loss on held-out private text")
-axis.set_title(f"LoRA on {private.name}, epsilon = {spent:g}", fontsize=11)
+axis.set_title(f"LoRA on {secret.name}, epsilon = {spent:g}", fontsize=11)
 figure
 
 # %% [markdown]

@@ -215,8 +215,8 @@ figure
 # difference well; with batches of 64 and ten epochs, the two are only one or two points apart. And the best rate of
 # each was picked on the test images, which flatters both.
 #
-# One caution: epsilon is the promise of *one* run. Who trains on private data at several rates and publishes the best
-# model has spent more. For your own data, try rates on public data of the same kind.
+# One caution: epsilon is the promise of *one* run. Anyone who trains on private data at several rates and publishes the
+# best model has spent more than that. For your own data, try rates on public data of the same kind.
 #
 # ## What to read next
 #

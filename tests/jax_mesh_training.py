@@ -89,7 +89,7 @@ class Training:
     def program(self, run):
         """The compiled text of the update alone."""
         total = Clipped(jax.tree.map(jnp.zeros_like, self.weights), CLIP)
-        secret = run._words.secret(run.plan, 0, run._words.seeds)
+        secret = run._secrets.of_step(run.plan, 0, run._secrets.seeds)
         return self.update.lower(total, self.weights, self.state, secret=secret).compile().as_text()
 
     @property

@@ -19,7 +19,7 @@ SOURCE = Path(bandmf.__file__).parent
 # The architecture's list, top to bottom. A new file takes its place here. `__init__` is `bandmf` itself: it
 # re-exports what is above it, so only what is below may import from it.
 ORDER = [
-    *("_types", "_check", "_files", "_cache", "_deprecated"),
+    *("_types", "_check", "_text", "_extras", "_files", "_cache", "_deprecated"),
     *("streaming", "band_columns"),
     "workloads",
     "participation",
@@ -38,6 +38,7 @@ ORDER = [
     "torch.clipping",
     "torch.losses",
     "torch.training",
+    "torch.huggingface",
     "torch",
     "jax.noise",
     "jax.clipping",
@@ -46,15 +47,28 @@ ORDER = [
     "jax",
     "demo",
     "__init__",
-    "audit",
     "plots",
     "paper",
     "web",
     "cli",
     "__main__",
 ]
-OPTIONAL = {"torch", "triton", "opacus", "jax", "optax", "jax_privacy", "matplotlib", "streamlit", "altair"}
-NEED_OPTIONAL = {"native", "torch", "jax", "demo", "audit", "plots", "paper", "web", "cli"}
+OPTIONAL = {
+    *(
+        "torch",
+        "triton",
+        "opacus",
+        "transformers",
+        "accelerate",
+        "jax",
+        "optax",
+        "orbax",
+        "jax_triton",
+        "jax_privacy",
+    ),
+    *("joblib", "dask", "matplotlib", "streamlit", "altair"),
+}
+NEED_OPTIONAL = {"native", "torch", "jax", "demo", "plots", "paper", "web", "cli", "planning.sweep"}
 LONGEST_FILE, LARGEST_FOLDER = 400, 14  # lines; files, __init__ among them
 
 
@@ -122,7 +136,8 @@ def violations(files):
             outside = target.split(".")[0]
             if outside == "bandmf" and layer(target) not in above and layer(module) != "__init__":
                 found.append(f"{module} imports {target}, which is below it")
-            if outside in OPTIONAL and layer(module).split(".")[0] not in NEED_OPTIONAL:
+            names = {layer(module).split(".")[0], module.removeprefix("bandmf.")}
+            if outside in OPTIONAL and not names & NEED_OPTIONAL:
                 found.append(f"{module} imports {target}, which belongs to an extra")
     return found + circles(known)
 
@@ -163,7 +178,10 @@ def test_a_file_imports_only_from_files_above_it():
         ("bandmf.error", "from bandmf import rmse", "below"),
         ("bandmf.strategies.base", "def f():\n    import bandmf.noise.engine", "below"),
         ("bandmf.strategies.base", "from bandmf.strategies.banded import Banded", "circle"),
+        ("bandmf.torch.training.step", "from bandmf.torch.huggingface import heads", "below"),
         ("bandmf.error", "def f():\n    import torch.nn", "extra"),
+        ("bandmf.planning.planner", "from joblib import Parallel", "extra"),
+        ("bandmf.ledger", "import orbax.checkpoint", "extra"),
         ("bandmf.utils", "import numpy", "no place"),
     ],
 )
@@ -235,6 +253,13 @@ def test_importing_bandmf_loads_neither_torch_nor_jax_nor_matplotlib():
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
     )
     assert result.stdout.split() == []
+
+
+@pytest.mark.parametrize("name", ["clipping.rule", "losses.classification", "check", "make_private"])
+def test_what_messages_and_pages_name_is_there_without_another_import(name):
+    program = f"import bandmf.torch; print(callable(bandmf.torch.{name}))"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert result.stdout.split()[:1] == ["True"], result.stderr
 
 
 def test_the_core_computes_without_torch_jax_or_matplotlib():

@@ -1,14 +1,16 @@
 """The command line: every command with its example, JSON that parses, one clear line for bad input."""
 
 import json
+import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 import bandmf
-from bandmf.cli import app, noise_cases
+from bandmf.cli import app, noise_cases, show
 
 runner = CliRunner()
 BUDGET = ["--epsilon", "8", "--delta", "1e-6", "--examples", "6000", "--batch-size", "60", "--steps", "200"]
@@ -72,6 +74,35 @@ def test_plan_explains_itself_and_shows_its_candidates():
     shown = run("plan", *BUDGET, "--bands", "4", "--parameters", "4000000", "--memory", "1GB")
     assert "Candidates" in shown
     assert "48 MB" in shown  # three vectors of 16 MB
+
+
+def test_a_plan_counts_its_vectors_once(monkeypatch):
+    monkeypatch.setattr(show.console, "width", 100)
+    shown = run("plan", *BUDGET, "--bands", "32")
+    assert re.search(r"vectors of noise +43\b", shown)  # 31 of history and 12 prepared sums, on CUDA
+    assert "The noise keeps 43 vectors of the model's size" in " ".join(shown.split())
+    assert "It keeps 43 vectors of the model's size" in " ".join(
+        run("plan", *BUDGET, "--bands", "32", "--explain").split()
+    )
+
+
+def test_pictures_of_a_comparison_have_options_of_their_own(tmp_path, monkeypatch):
+    setting = ("compare", "--steps", "8", "--epochs", "2", "--epsilon", "4", "--delta", "1e-6")
+    asked = []
+
+    def measured(epsilon, delta, steps, epochs, progress):
+        asked.append((epsilon, delta, steps, epochs))
+        return {"BandMF (cyclic Poisson)": [(0, 2.0), (3, 1.0)]}
+
+    monkeypatch.setattr("bandmf.cli.compare.against_memory", measured)
+    files = {option: tmp_path / f"{option}.png" for option in ("plot-memory", "plot-map")}
+    run(*setting, *(part for option, file in files.items() for part in (f"--{option}", str(file))))
+    assert asked == [(4.0, 1e-6, 8, 2)]
+    assert all(file.stat().st_size > 5_000 for file in files.values())
+    found = runner.invoke(app, ["compare", "--mechanisms", "--plot-memory", "x.png"])
+    assert str(found.exception).endswith("leave --plot-memory out")
+    for old in ("--memory", "--map"):  # of `plan` an amount, which a picture's name is not
+        assert runner.invoke(app, [*setting, old, "x.png"]).exit_code == 2
 
 
 def test_steps_of_a_momentum_plan_follow_from_the_epochs():
@@ -155,10 +186,14 @@ def test_bench_noise_measures_every_case_at_every_number_of_bands(monkeypatch):
 
 @pytest.mark.parametrize("bands", [1, 24])  # without history, and with
 @pytest.mark.parametrize("case", noise_cases.CASES)
-def test_every_case_of_the_benchmark_runs(case, bands):
+def test_every_case_of_the_benchmark_adds_noise_at_every_step(case, bands):
     step = noise_cases.CASES[case][0](bands, 64, "cpu")
-    for _ in range(3):
-        step()
+    found = [np.zeros(64), *(np.asarray(step()).astype(float) for _ in range(3))]
+    assert [each.shape for each in found] == 4 * [(64,)]
+    added = np.std(np.diff(found, axis=0), axis=1)
+    assert np.all(
+        (added > 0.5 * noise_cases.SCALE) & (added < 4 * noise_cases.SCALE)
+    )  # twice, if C is normalized
 
 
 def test_nonsense_among_the_learning_rates_gets_one_sentence():
@@ -176,7 +211,7 @@ def test_train_compares_the_mechanisms(tmp_path, epochs):
             *("--learning-rates", "0.25", "--plot", str(tmp_path / "t.png"), "--json"),
         )
     )
-    names = ["DP-SGD", "BandMF", "bins"] if epochs == "1" else ["DP-SGD", "BandMF"]
+    names = ["DP-SGD", "BandMF", "BLT in bins"] if epochs == "1" else ["DP-SGD", "BandMF"]
     assert [row["mechanism"] for row in found["runs"]] == names
     assert (tmp_path / "t.png").stat().st_size > 5_000
 

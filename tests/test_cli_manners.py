@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 import urllib.error
 
 import pytest
@@ -20,10 +21,11 @@ from rich.table import Table
 from typer.testing import CliRunner
 
 import bandmf
-from bandmf import cli
-from bandmf.cli import app, commands, outputs, show
+from bandmf import _extras, cli
+from bandmf.cli import app, commands, failures, outputs, show
 from bandmf.demo import datasets, download
 from bandmf.planning.compare import Comparison
+from pages import ROOT
 
 BUDGET = "--epsilon 8 --delta 1e-6 --examples 6000 --batch-size 60 --steps 200"
 EVERY = [*commands.COMMANDS, *(f"bench {name}" for name in commands.BENCHMARKS)]
@@ -181,8 +183,8 @@ WRITERS = [
     (f"plan {BUDGET}", "plot", "p.png"),
     (f"plan {BUDGET}", "save", "p.json"),
     ("compare --steps 64 --epochs 2 --delta 1e-6", "plot", "p.png"),
-    ("compare --steps 64 --epochs 2 --delta 1e-6", "map", "p.png"),
-    ("compare --steps 64 --epochs 2 --delta 1e-6", "memory", "p.png"),
+    ("compare --steps 64 --epochs 2 --delta 1e-6", "plot-map", "p.png"),
+    ("compare --steps 64 --epochs 2 --delta 1e-6", "plot-memory", "p.png"),
     ("optimize --steps 64", "plot", "p.png"),
     ("optimize --steps 64", "save", "p.npz"),
     ("train --dataset digits", "plot", "p.png"),
@@ -327,6 +329,34 @@ def test_missing_packages_and_devices_get_a_sentence(monkeypatch, capsys):
         True,
         True,
     )
+
+
+def test_a_missing_package_is_named_with_the_extra_that_has_it():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    other = {
+        "sklearn": "scikit-learn",
+        "orbax": "orbax-checkpoint",
+        "jax_triton": "jax-triton",
+        "jaxlib": "jax",
+    }
+    other |= {"altair": "streamlit", "distributed": "dask"}  # these come with those
+    for package, extra in _extras.EXTRA_OF.items():
+        required = {re.match(r"[\w-]+", line).group() for line in extras[extra]}
+        assert other.get(package, package) in required, package
+        error = ModuleNotFoundError(f"No module named '{package}.part'", name=f"{package}.part")
+        assert failures.sentence(error) == f"{package} is missing: this needs it; {_extras.remedy(package)}"
+    assert failures.sentence(ModuleNotFoundError(name="bandmf.nowhere")) is None
+
+
+def test_every_extra_that_a_message_names_exists():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = {
+        extra
+        for path in (ROOT / "src").rglob("*.py")
+        for extra in re.findall(r"bandmf\[([a-z-]+)\]", path.read_text())
+    }
+    assert "huggingface" in named
+    assert named <= set(extras)
 
 
 def test_too_little_memory_gets_a_sentence(monkeypatch, capsys):

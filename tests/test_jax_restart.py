@@ -117,7 +117,7 @@ def test_a_checkpoint_holds_the_noise_only_encrypted(tmp_path):
         path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != "key"
     )
     run = open_run(plan, tmp_path)
-    for secret in (run.key.secret, Key(bytes([9] * 32)).secret, run.key.derive("noise").secret):
+    for secret in (run._key.secret, Key(bytes([9] * 32)).secret, run._key.derive("noise").secret):
         assert secret not in whole
 
 

@@ -65,7 +65,7 @@ def test_the_trajectory_is_that_of_pytorch(kind):
 def test_a_step_releases_the_sum_and_the_noise_over_the_planned_size():
     plan = tiny.plan()
     run, training = open_run(plan), Training(plan)
-    engine = NumpyEngine(plan.strategy, run.key)
+    engine = NumpyEngine(plan.strategy, run._key)
     noise = engine.init({name: leaf.shape for name, leaf in first_weights().items()})
     weights, state = training.begin()
     for batch in run.batches(data()):
@@ -95,7 +95,7 @@ def test_pieces_hold_every_example_of_a_batch_once(capacity):
             mask = np.asarray(rows.mask)
             kept += np.asarray(rows.data[0])[mask].tolist()
             assert not np.asarray(rows.data[0])[~mask].any()
-        assert [index - 1 for index in kept] == run.sampler.batch(batch.step).tolist()
+        assert [index - 1 for index in kept] == run._sampler.batch(batch.step).tolist()
         total = batch.sum(lambda rows, mask, w=weights: training.gradient(w, rows[1:], mask=mask))
         weights, state = run.release(training.update, total, weights, state)
     assert shapes == {(capacity,)}  # one shape, whatever the batch
@@ -119,7 +119,7 @@ def test_an_empty_batch_is_a_step_like_any_other():
         epsilon=8, delta=1e-5, examples=EXAMPLES, batch_size=0.5, steps=8, bands=1, sampling="cyclic-poisson"
     )
     run, training = open_run(plan), Training(plan)
-    sizes = [len(run.sampler.batch(i)) for i in range(8)]
+    sizes = [len(run._sampler.batch(i)) for i in range(8)]
     assert 0 in sizes
     training.whole(run)
     assert run.finished
@@ -198,7 +198,7 @@ def test_apply_if_finite_around_it_reuses_no_noise():
 
 
 def secret_of(run, step, total):
-    return run._words.secret(run.plan, step, run._examine(total, run._words.seeds)[0])
+    return run._secrets.of_step(run.plan, step, run._examine(total, run._secrets.seeds)[0])
 
 
 def test_without_the_host_the_noise_of_another_step_is_nan():
@@ -324,8 +324,8 @@ def test_runs_with_one_key_share_no_noise_and_no_batches():
     plan = tiny.plan()
     one, two = open_run(plan), open_run(plan)
     assert one.run_id != two.run_id
-    assert any(one.sampler.batch(i).tolist() != two.sampler.batch(i).tolist() for i in range(STEPS))
-    assert not np.array_equal(*(run._words.secret(plan, 0).noise_key for run in (one, two)))
+    assert any(one._sampler.batch(i).tolist() != two._sampler.batch(i).tolist() for i in range(STEPS))
+    assert not np.array_equal(*(run._secrets.of_step(plan, 0).noise_key for run in (one, two)))
 
 
 # --- several steps at once --------------------------------------------------------------------------------

@@ -30,8 +30,8 @@ ASKED = {
         "rmse": [each.rmse for each in (dp_sgd, limited, unlimited, blt, inverse)],
         "memory": [each.memory for each in (limited, inverse, blt, plan)], "equal": loaded == plan}""",
     "fine_tuning_with_lora": """{
-        "spent": spent, "before": before, "after": after, "losses": curve, "text": private.name,
-        "finished": run.finished, "private": count, "all": everything}""",
+        "spent": spent, "before": before, "after": after, "losses": curve, "text": secret.name,
+        "finished": private.finished, "private": count, "all": everything}""",
 }
 
 
@@ -165,7 +165,7 @@ def private_text(monkeypatch, folder):
     names = {}
     for code in cells[:2]:
         exec(code.removeprefix("%matplotlib inline\n"), names)
-    return names["private"]
+    return names["secret"]
 
 
 def test_the_folder_is_used_and_its_file_checked(monkeypatch, tmp_path, capsys):

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import bandmf
 from bandmf import accounting, workloads
 from bandmf.participation import FixedEpochs, MinSeparation, Single
+from bandmf.planning.compare import compare
 from bandmf.planning.plan_file import digest
 from bandmf.planning.request import parse_bytes
 from bandmf.planning.sweep import sweep
@@ -224,6 +225,38 @@ def test_workload_is_what_the_strategy_is_optimized_for():
     tuned = bandmf.plan(**SMALL, bands=8, workload=momentum)
     plain = bandmf.plan(**SMALL, bands=8)
     assert tuned.rmse < plain.noise_multiplier * bandmf.rmse(plain.strategy, workload=momentum)
+
+
+def test_the_rule_of_thumb_is_one_of_cyclic_poisson_sampling(plan):
+    assert plan.rule_of_thumb == 8.0 * math.sqrt(400) / 4
+    users = {"participation": MinSeparation(4, 100), "sampling": "auto"}
+    assert bandmf.plan(**(SMALL | users), bands=4).rule_of_thumb is None
+    free = bandmf.plan(**(SMALL | {"epsilon": None}), noise_multiplier=0.01, bands=4)
+    assert (free.epsilon, free.rule_of_thumb) == (math.inf, None)
+
+
+def test_one_candidate_is_the_chosen_one(plan):
+    """Without amplification all candidates have the same noise, so that it does not tell them apart."""
+    limited = {
+        "participation": MinSeparation(4, 100),
+        "sampling": "auto",
+        "parameters": 1_000,
+        "memory": 40_000,
+    }
+    users = bandmf.plan(**(SMALL | limited))
+    assert len(users.candidates) == 2
+    assert len({c.noise_multiplier for c in users.candidates}) == 1
+    for made in (plan, users, bandmf.plan(**SMALL, strategy=bandmf.strategies.banded_square_root(400, 8))):
+        (chosen,) = (c for c in made.candidates if made.is_chosen(c))
+        assert (chosen.bands, chosen.rmse) == (made.bands, pytest.approx(made.rmse))
+
+
+def test_a_comparison_counts_vectors_as_plans_do():
+    setting = {"epsilon": 8.0, "delta": 1e-6, "steps": 128}
+    (row,) = (row for row in compare(**setting, epochs=4) if row.mechanism == "BandMF")
+    made = bandmf.plan(**setting, examples=32 * 1024, batch_size=1024, sampling="cyclic-poisson")
+    assert (row.bands, row.vectors) == (made.bands, made.vectors)
+    assert made.vectors > made.bands - 1  # the history, and sums that are prepared from it
 
 
 # --- without amplification ----------------------------------------------------------------------------
@@ -535,7 +568,7 @@ def test_not_json_is_refused(tmp_path):
 
 def test_explain_names_guarantee_sampling_and_prohibitions(plan):
     text = plan.explain()
-    for word in ("epsilon=8", "delta=1e-06", "added or removed", f"{plan.bands} parts", "Do not change"):
+    for word in ("epsilon=8", "delta=1e-6", "added or removed", f"{plan.bands} parts", "Do not change"):
         assert word in text
 
 

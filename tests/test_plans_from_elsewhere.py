@@ -13,8 +13,8 @@ import bandmf
 from bandmf import _cache
 from bandmf.accounting import verified
 from bandmf.accounting.samples import Sums
-from bandmf.planning import bins
 from bandmf.planning.plan_file import digest
+from bandmf.planning.search import bins
 
 QUICK = {
     "epsilon": 8.0, "delta": 1e-5, "examples": 1_000, "batch_size": 50, "steps": 40,

@@ -18,6 +18,8 @@ from bandmf import optimize, plots, strategies
 from bandmf.cli import noise_cases
 from bandmf.paper.privacy import mechanisms as paper_mechanisms
 from bandmf.planning.candidate import Candidate
+from bandmf.planning.labels import COLUMNS, labeled
+from bandmf.planning.search.candidates import passed_over
 from bandmf.plots import planned
 from bandmf.plots.style import End, spread
 
@@ -60,7 +62,7 @@ def test_every_mechanism_has_a_color_of_its_own():
     named = {row["mechanism"] for row in known} | {"BandMF in bins", "BLT in bins", "Banded inverse in bins"}
     shades = {name: plots.color(name) for name in named}
     assert len(set(shades.values())) == len(shades)
-    for name in (*noise_cases.CASES, *paper_mechanisms.NAMES, "bins"):
+    for name in (*noise_cases.CASES, *paper_mechanisms.NAMES):
         assert plots.color(name) in plots.MECHANISMS.values()
     with pytest.raises(ValueError, match="name='Magic': is not in the table of colors"):
         plots.color("Magic")
@@ -162,7 +164,7 @@ def test_no_line_is_drawn_across_what_was_not_evaluated(plan):
 
 
 def test_the_points_of_the_picture_are_what_a_plan_for_them_has(plan):
-    drawn = {c.bands: c for c in plan._passed_over(None)}
+    drawn = {c.bands: c for c in passed_over(plan)}
     other = bandmf.plan(**BUDGET, bands=8, sampling="cyclic-poisson")
     assert drawn[8].noise_multiplier == other.noise_multiplier
     assert drawn[8].rmse == pytest.approx(other.rmse, rel=1e-3)
@@ -175,10 +177,10 @@ def test_a_plan_in_bins_has_its_mechanisms_beside_the_curve():
         Candidate(16, 0.8, 2.1, None, "balls-in-bins", "banded-inverse", 0),
     ]
     made = SimpleNamespace(
-        **BUDGET, rmse=2.0, noise_multiplier=0.9, amplified=True, in_bins=True, max_vectors=None
+        **BUDGET, rmse=2.0, amplified=True, in_bins=True, max_vectors=None, is_chosen=lambda c: c is bins[0]
     )
-    for weighed, more in ((bins, set()), (cyclic + bins, {"DP-SGD"})):
-        texts = {text.get_text() for text in planned.plan(made, weighed).axes[0].texts}
+    for candidates, more in ((bins, set()), (cyclic + bins, {"DP-SGD"})):
+        texts = {text.get_text() for text in planned.plan(made, candidates).axes[0].texts}
         assert texts == {"chosen: BLT(4) in bins", "inverse(16) in bins"} | more
 
 
@@ -258,6 +260,17 @@ def test_notebooks_show_a_table_and_a_picture(plan):
         assert set(words) <= set(page.words)
         (picture,) = page.pictures
         assert base64.b64decode(picture.removeprefix("data:image/png;base64,")).startswith(b"\x89PNG")
+
+
+def test_notebooks_and_the_command_line_name_numbers_alike(plan):
+    shown = labeled(plan.summary())
+    assert shown["noise memory per device"] == "92 kB"  # 15 vectors of history and 8 prepared sums
+    assert shown["delta"] == "1e-6"
+    assert {"DP-SGD's error, relative", "full-batch DP-SGD's, relative", "vectors of noise"} <= set(shown)
+    page = Page(plan._repr_html_()).words
+    assert set(shown) | set(COLUMNS) <= set(page)
+    assert set(shown.values()) - {plan.digest} <= set(page)
+    assert not {"dp sgd ratio", "1e-06"} & set(page)
 
 
 def test_what_is_shown_in_notebooks_is_escaped():

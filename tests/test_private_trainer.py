@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import inspect
 import json
 import re
 import subprocess
@@ -515,6 +516,19 @@ def test_other_arguments_that_are_refused(changes, sentence, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=re.escape(sentence)):
         trainer_of("out", **changes)
+
+
+def test_arguments_may_come_by_position_as_in_trainer(tmp_path):
+    given = writer(), arguments(tmp_path), padded, texts(), None, None
+    trainer = PrivateTrainer(*given, plan=plan_of(), clip_norm=0.5)
+    assert trainer.data_collator is padded
+    with pytest.raises(ValueError, match="a private run has one model"):
+        PrivateTrainer(*given, writer, plan=plan_of(), clip_norm=0.5)
+
+
+def test_the_arguments_are_those_of_trainer_in_its_order():
+    ours, theirs = (list(inspect.signature(kind).parameters) for kind in (PrivateTrainer, Trainer))
+    assert ours[: ours.index("plan")] == theirs[: ours.index("plan")]
 
 
 def test_resuming_takes_the_run_folder_and_nothing_else(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from bandmf import Key
 from bandmf.accounting.events import cyclic_poisson
 from bandmf.participation import FixedEpochs, MinSeparation, Single
 from bandmf.randomness.stream import Permutation, Stream
-from bandmf.sampling import CyclicPoisson, poisson_sample, sampler
+from bandmf.sampling import CyclicPoisson, poisson_sample, sampler, sampler_of
 from chance import RARE, assert_fits, keys
 from training import simple_plan
 
@@ -40,6 +41,15 @@ def test_the_events_of_a_sampler_are_those_of_its_plan(adjacency, bands, cap):
     plan = simple_plan(bands=bands, adjacency=adjacency, max_batch_size=cap)
     accounted = cyclic_poisson(24, bands, 20, 400, adjacency, cap)
     assert sampler(plan, Key()).events == plan.events == accounted
+
+
+@pytest.mark.parametrize("lie", [{"events": ()}, {"separation": 3}])
+def test_training_refuses_batches_that_the_plan_was_not_accounted_for(lie):
+    plan = simple_plan()
+    told = {name: getattr(plan, name) for name in dir(plan) if not name.startswith("_")}
+    assert sampler_of(SimpleNamespace(**told), Key()).events == plan.events
+    with pytest.raises(ValueError, match="its events are not those of its batches"):
+        sampler_of(SimpleNamespace(**told | lie), Key())
 
 
 def test_the_accountant_finds_the_epsilon_of_the_plan_from_the_event_of_the_sampler():

@@ -347,7 +347,9 @@ def test_a_model_that_falls_back_must_suit_the_hooks():
 def test_an_unknown_way_of_clipping_is_refused_and_the_old_name_is_known():
     with pytest.raises(ValueError, match="clipping='other': must be one of"):
         check(Around(), clipping="other")
-    assert check(Around(), clipping="ghost").clipping == "bookkeeping"
+    with pytest.warns(DeprecationWarning, match="use clipping='bookkeeping'") as warned:
+        assert check(Around(), clipping="ghost").clipping == "bookkeeping"
+    assert [warning.filename for warning in warned] == [__file__]  # at the line that is to be changed
 
 
 def test_a_report_prints_as_a_table():

@@ -45,7 +45,7 @@ def train(private, loop=plain):
     for batch in private.loader:
         loop(private, batch)
         private.optimizer.step()
-    assert private.finished
+    return private
 
 
 def once_more(private, batch):
@@ -100,12 +100,12 @@ def test_hooks_say_which_pass_is_one_too_many(loop, sentence, mode, self_test):
 
 @pytest.mark.parametrize("loop", [once_more, twice, two_losses])
 def test_bookkeeping_permits_what_hooks_do_not(loop):
-    train(private_of(mode="bookkeeping", self_test=loop is not twice), loop)
+    assert train(private_of(mode="bookkeeping", self_test=loop is not twice), loop).finished
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_remedies_train(mode):
-    train(private_of(mode=mode), looked_at)
+    assert train(private_of(mode=mode), looked_at).finished
 
 
 @pytest.mark.parametrize("mode", BY_HOOKS)
@@ -175,7 +175,7 @@ def test_hooks_say_once_that_a_clipped_sum_has_no_effect(loop, mode):
 def test_an_ordinary_loop_is_told_nothing_of_gradients(mode):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*written outside of backward.*")
-        train(private_of(mode=mode))
+        assert train(private_of(mode=mode)).finished
 
 
 # --- what is given to make_private ------------------------------------------------------------------------

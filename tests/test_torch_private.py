@@ -295,8 +295,9 @@ def test_an_unknown_way_of_clipping_is_refused():
 
 
 def test_ghost_still_works_with_a_warning_and_means_bookkeeping():
-    with pytest.warns(DeprecationWarning, match="use clipping='bookkeeping'"):
+    with pytest.warns(DeprecationWarning, match="use clipping='bookkeeping'") as warned:
         private = private_run(simple_plan(), clipping="ghost")
+    assert len(warned) == 1
     same = private_run(simple_plan(), clipping="bookkeeping")
     assert torch.equal(weights(train(private, until=2).model), weights(train(same, until=2).model))
 

@@ -19,7 +19,7 @@ from bandmf.cli import app
 from bandmf.planning import plan_file
 from bandmf.planning.compare import compare
 from bandmf.plots.colors import color
-from bandmf.web import figures, server, words
+from bandmf.web import answers, download, sentences, server
 from bandmf.web.question import Question, command, count, python_code
 from web_browser import CHROMIUM, browser, enter, served, settled, slide
 
@@ -34,7 +34,7 @@ COMPARED = {"epsilon": 8.0, "delta": 1e-6, "steps": 64}
 
 @pytest.fixture(scope="module")
 def small():
-    return figures.cyclic(SMALL)
+    return answers.cyclic(SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +57,10 @@ def test_numbers_are_read_as_people_write_them():
 @pytest.mark.parametrize("question", [SMALL, MODEL])
 def test_code_and_command_make_the_plan_that_is_shown(question, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    shown = figures.cyclic(question).digest
-    exec(python_code(question, figures.CYCLIC), {})
+    shown = answers.cyclic(question).digest
+    exec(python_code(question, answers.CYCLIC), {})
     assert bandmf.Plan.load("plan.json").digest == shown
-    _, *words_of = shlex.split(command(question, figures.CYCLIC).replace("\\\n", ""))
+    _, *words_of = shlex.split(command(question, answers.CYCLIC).replace("\\\n", ""))
     result = CliRunner().invoke(app, words_of, catch_exceptions=False)
     assert result.exit_code == 0
     assert bandmf.Plan.load("plan.json").digest == shown
@@ -70,23 +70,23 @@ def test_code_and_command_make_the_plan_that_is_shown(question, tmp_path, monkey
 
 
 def test_the_curve_marks_the_chosen_bands_and_what_memory_does_not_hold(small):
-    points = figures.octaves(small, SMALL)
+    points = answers.octaves(small, SMALL)
     (chosen,) = (point for point in points if point.chosen)
     assert (chosen.bands, chosen.mean_rmse) == (small.bands, pytest.approx(small.mean_rmse))
     assert {1, 2, 4, 8} <= {point.bands for point in points}
     assert all(point.mean_rmse >= chosen.mean_rmse for point in points)
-    eight = bandmf.plan(**SMALL.arguments(figures.CYCLIC), bands=8).mean_rmse
+    eight = bandmf.plan(**SMALL.arguments(answers.CYCLIC), bands=8).mean_rmse
     assert {point.bands: point.mean_rmse for point in points}[8] == pytest.approx(eight, rel=1e-3)
     assert [point.bands for point in points if point.unsampled] == [10]
-    limited = figures.cyclic(MODEL)  # 10 MB on each of two devices are 5 vectors: 6 bands
-    assert {point.fits for point in figures.octaves(limited, MODEL) if point.bands > 6} == {False}
-    assert {point.fits for point in figures.octaves(limited, MODEL) if point.bands <= 6} == {True}
+    limited = answers.cyclic(MODEL)  # 10 MB on each of two devices are 5 vectors: 6 bands
+    assert {point.fits for point in answers.octaves(limited, MODEL) if point.bands > 6} == {False}
+    assert {point.fits for point in answers.octaves(limited, MODEL) if point.bands <= 6} == {True}
 
 
 def test_other_mechanisms_have_the_errors_that_compare_finds(compared):
     question = Question(**COMPARED, examples=32 * 1024, batch_size=1024)
-    made = figures.cyclic(question)
-    ours = [*figures.of_plan(made, question), *figures.unamplified(question), *figures.in_bins(question)]
+    made = answers.cyclic(question)
+    ours = [*answers.of_plan(made, question), *answers.unamplified(question), *answers.in_bins(question)]
     assert {row.name for row in ours} == set(compared)
     for row in ours:
         error = row.mean_rmse * question.batch_size
@@ -98,17 +98,17 @@ def test_other_mechanisms_have_the_errors_that_compare_finds(compared):
 
 
 def test_memory_of_mechanisms_is_that_of_plans():
-    rows = {row.name: row for row in figures.of_plan(figures.cyclic(MODEL), MODEL)}
-    assert rows["BandMF"].memory == figures.cyclic(MODEL).memory
+    rows = {row.name: row for row in answers.of_plan(answers.cyclic(MODEL), MODEL)}
+    assert rows["BandMF"].memory == answers.cyclic(MODEL).memory
     assert rows["DP-SGD"].memory == 0
-    rows = {row.name: row for row in figures.unamplified(MODEL)}
+    rows = {row.name: row for row in answers.unamplified(MODEL)}
     assert not rows["FHU (square root)"].fits  # it keeps as many vectors as there are steps
     assert rows["BLT"].fits
     assert rows["BLT"].memory <= 10e6
 
 
 def test_dp_sgd_needs_what_plans_of_its_own_confirm(small):
-    needs = figures.dp_sgd_needs(small)
+    needs = answers.dp_sgd_needs(small)
     alone = {"delta": SMALL.delta, "examples": 600, "steps": small.steps, "bands": 1}
     larger = bandmf.plan(**alone, epsilon=needs.epsilon, batch_size=60)
     assert larger.mean_rmse == pytest.approx(small.mean_rmse, rel=1e-3)
@@ -128,30 +128,30 @@ def test_dp_sgd_may_have_no_batch_size_that_does(small):
         epsilon=small.epsilon,
         delta=small.delta,
     )
-    needs = figures.dp_sgd_needs(wonder)
+    needs = answers.dp_sgd_needs(wonder)
     assert needs == (math.inf, None)
-    told = words.against_dp_sgd(small, needs)
+    told = sentences.against_dp_sgd(small, needs)
     assert "an epsilon above 200" in told
     assert "no batch size would do" in told
 
 
 def test_the_file_is_what_plans_save(small, tmp_path):
-    download = figures.plan_file(small)
-    assert download.name == "plan.json"
-    assert download.contents == small.save(tmp_path / "p.json").read_bytes()
+    found = download.plan_file(small)
+    assert found.name == "plan.json"
+    assert found.contents == small.save(tmp_path / "p.json").read_bytes()
 
 
 def test_a_large_strategy_comes_in_an_archive_with_its_plan(small, tmp_path, monkeypatch):
     monkeypatch.setattr(plan_file, "_INLINE", 2)
-    download = figures.plan_file(small)
-    assert download.name == "plan.zip"
-    zipfile.ZipFile(io.BytesIO(download.contents)).extractall(tmp_path)
+    found = download.plan_file(small)
+    assert found.name == "plan.zip"
+    zipfile.ZipFile(io.BytesIO(found.contents)).extractall(tmp_path)
     assert bandmf.Plan.load(tmp_path / "plan.json").strategy.bands == small.bands
 
 
 def test_delta_that_would_permit_to_publish_an_example_is_warned_of():
-    assert words.delta_warning(SMALL) == ""
-    assert "1 / examples" in words.delta_warning(Question(**{**vars(SMALL), "delta": 1 / 600}))
+    assert sentences.delta_warning(SMALL) == ""
+    assert "1 / examples" in sentences.delta_warning(Question(**{**vars(SMALL), "delta": 1 / 600}))
 
 
 def test_every_mechanism_of_the_page_has_its_color_of_the_pictures(compared):
@@ -228,9 +228,9 @@ def test_the_page_shows_the_numbers_of_the_plan(page, small):
     assert shown(test)["Error"] == f"{small.mean_rmse:.3g}"
     assert shown(test)["Noise"] == f"{small.bands} bands"
     assert shown(test)["Privacy"] == "ε = 4.1"
-    assert test.info[0].value == words.against_dp_sgd(small, figures.dp_sgd_needs(small))
+    assert test.info[0].value == sentences.against_dp_sgd(small, answers.dp_sgd_needs(small))
     assert [code.value for code in test.code] == [
-        make(SMALL, figures.CYCLIC).strip() for make in (python_code, command)
+        make(SMALL, answers.CYCLIC).strip() for make in (python_code, command)
     ]
     explained = " ".join(text.value for text in test.markdown)
     assert small.explain().split("\n\n")[0].replace("_", r"\_") in explained
@@ -240,7 +240,7 @@ def test_sliding_changes_the_numbers(page):
     test = on_page(page, SMALL)
     before = shown(test)["Error"]
     test.slider(key="epsilon").set_value(5.0).run()
-    made = bandmf.plan(**{**SMALL.arguments(figures.CYCLIC), "epsilon": 5.0})
+    made = bandmf.plan(**{**SMALL.arguments(answers.CYCLIC), "epsilon": 5.0})
     assert shown(test)["Error"] == f"{made.mean_rmse:.3g}" != before
 
 
@@ -264,7 +264,7 @@ def test_errors_of_the_library_and_warnings_are_text(page):
 def test_the_button_certifies_the_best_plan_of_all(page, small):
     test = on_page(page, SMALL)
     test.button(key="certify").click().run()
-    made = figures.certified(SMALL)  # known by now
+    made = answers.certified(SMALL)  # known by now
     assert made.in_bins
     assert shown(test)["Error"] == f"{made.mean_rmse:.3g}"
     assert made.mean_rmse < small.mean_rmse
@@ -285,7 +285,7 @@ def test_a_browser_loads_slides_downloads_and_certifies(tmp_path):
         enter(page, "Batch size", "60")
         slide(page, "Epsilon", "ArrowRight", "4.10")
         question = Question(**{**vars(SMALL), "parameters": 25_000_000})
-        made = figures.cyclic(question)
+        made = answers.cyclic(question)
         page.get_by_text(made.digest).wait_for()
         for number in (f"{made.mean_rmse:.3g}", f"{made.bands} bands", f"{made.memory / 1e6:.0f} MB"):
             assert page.get_by_text(number, exact=True).first.is_visible(), number
@@ -299,7 +299,7 @@ def test_a_browser_loads_slides_downloads_and_certifies(tmp_path):
 
         page.get_by_role("button", name="Certify the best of all").click()
         page.get_by_text("The best plan of all").wait_for()
-        certified = figures.certified(question)
+        certified = answers.certified(question)
         page.get_by_text(certified.digest).wait_for()
         assert page.get_by_text(f"{certified.mean_rmse:.3g}", exact=True).first.is_visible()
 

@@ -157,7 +157,7 @@ def test_several_sums_are_not_one(around):
     with pytest.raises(ValueError, match=r"what was clipped together has \(\(1,\), \(1, 5\)\)"):
         run.release(training.update, batch.sum(ensemble), many, state)
     with pytest.raises(ValueError, match="clip once for all parameters"):
-        training.optimizer.update(batch.sum(ensemble), state, many, secret=run._words.secret(run.plan, 0))
+        training.optimizer.update(batch.sum(ensemble), state, many, secret=run._secrets.of_step(run.plan, 0))
     assert run.ledger.steps_spent == 0
 
 

@@ -302,7 +302,7 @@ def test_a_secret_that_is_donated_is_not_missed():
     plan = tiny.plan()
     training, run = Training(plan), open_run(plan)
     tree = training.steps(run, *training.begin(), until=2)
-    for leaf in jax.tree.leaves(run._words.secret(plan, 2)):
+    for leaf in jax.tree.leaves(run._secrets.of_step(plan, 2)):
         leaf.delete()  # as jit does with what it is given to keep
     training.steps(run, *tree, until=3)
     assert run.steps_taken == 3

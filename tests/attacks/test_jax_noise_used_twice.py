@@ -94,7 +94,7 @@ def test_a_sum_of_which_nothing_is_known_is_refused():
     with pytest.raises(ValueError, match="must be what clipped_gradient gives"):
         run.release(training.update, weights, weights, state)
     with pytest.raises(ValueError, match="must be a sum of clipped gradients"):
-        training.optimizer.update(weights, state, weights, secret=run._words.secret(plan, 0))
+        training.optimizer.update(weights, state, weights, secret=run._secrets.of_step(plan, 0))
     assert run.ledger.steps_released == 0
 
 
@@ -192,7 +192,7 @@ def test_a_secret_becomes_no_constant_and_is_not_stored():
     training, run = Training(plan), open_run(plan)
     weights, state = training.begin()
     total = Clipped(jax.tree.map(jnp.zeros_like, weights), CLIP)
-    secret = run._words.secret(plan, 0)
+    secret = run._secrets.of_step(plan, 0)
     with pytest.raises(ValueError, match="would become a constant"):
         jax.jit(lambda total, weights, state: training._update(total, weights, state, secret))(
             total, weights, state

@@ -36,7 +36,7 @@ def noise_multiplier(
     max_batch_size: int | None = None,
     examples: int | None = None,
 ) -> float:
-    """The smallest noise multiplier that meets (epsilon, delta) over so many Poisson-sampled rounds.
+    """The smallest noise multiplier that meets (epsilon, delta) over `rounds` Poisson-sampled rounds.
 
     `sampling_probability=1` means no amplification: `rounds` releases of the Gaussian mechanism.
     `max_batch_size` caps a batch: of a larger sample a random subset of that size is used. What the cap costs
@@ -73,7 +73,7 @@ def epsilon(
     max_batch_size: int | None = None,
     examples: int | None = None,
 ) -> float:
-    """The epsilon that so many Poisson-sampled rounds with this noise multiplier spend at `delta`.
+    """The epsilon that `rounds` Poisson-sampled rounds with this noise multiplier spend at `delta`.
 
     An upper bound, with the arguments and guarantees of `noise_multiplier`; infinite above 200. A release
     with noise of standard deviation s and sensitivity c, whatever the strategy, costs

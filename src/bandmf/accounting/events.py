@@ -59,7 +59,7 @@ class Event:
             object.__setattr__(self, name, value)
 
     def after(self, rounds: int) -> Event:
-        """The first so many rounds of it."""
+        """The first `rounds` rounds of it."""
         return replace(self, rounds=rounds)
 
     @property

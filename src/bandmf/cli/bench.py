@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from bandmf import _check
+from bandmf._text import number
 from bandmf.cli import noise_cases, outputs, show
 
 EXAMPLE = "Example: bandmf bench noise --parameters 1000000 --bands 8,32,128 --plot noise.png"
@@ -54,7 +55,7 @@ def noise(
     shown = [
         (
             row["what"],
-            show.number(row["bands"]),
+            number(row["bands"]),
             f"{row['milliseconds']:.2f}",
             f"{row['ratio']:.2f}x",
             f"{row['peak_vectors']:.1f}",

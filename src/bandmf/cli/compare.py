@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from bandmf import plots
+from bandmf._text import number
 from bandmf.cli import outputs, show
 from bandmf.planning.compare import Comparison, against_memory, compare
 from bandmf.planning.planner import plan
@@ -31,10 +32,10 @@ def compare_command(
     plot: Annotated[
         Path | None, typer.Option(help="Draw RMSE against epsilon for all mechanisms (takes a minute).")
     ] = None,
-    map: Annotated[
+    plot_map: Annotated[
         Path | None, typer.Option(help="Draw the best bands over epochs and epsilon (takes minutes).")
     ] = None,
-    memory: Annotated[
+    plot_memory: Annotated[
         Path | None, typer.Option(help="Draw RMSE against the vectors that noise keeps (takes a minute).")
     ] = None,
     mechanisms: Annotated[
@@ -42,8 +43,9 @@ def compare_command(
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
+    pictures = {"plot": plot, "plot-map": plot_map, "plot-memory": plot_memory}
     if mechanisms:
-        given = {"steps": steps, "epochs": epochs, "delta": delta, "plot": plot, "map": map, "memory": memory}
+        given = {"steps": steps, "epochs": epochs, "delta": delta, **pictures}
         show.refuse_options(
             {name: value for name, value in given.items() if value is not None}, "with --mechanisms"
         )
@@ -51,16 +53,16 @@ def compare_command(
         return
     if steps is None or epochs is None or delta is None:
         raise ValueError("steps, epochs, delta: all three are needed (or --mechanisms)")
-    outputs.check({"plot": plot, "map": map, "memory": memory})
+    outputs.check(pictures)
     with show.status("comparing") as line:
         table = compare(epsilon=epsilon, delta=delta, steps=steps, epochs=epochs, progress=line.update)
         if plot is not None:
             _plot(steps, epochs, delta, plot, line)
-        if memory is not None:
+        if plot_memory is not None:
             curves = against_memory(epsilon, delta, steps, epochs, line.update)
-            plots.save(plots.memory(curves, _title(steps, epochs, epsilon, delta)), memory)
-        if map is not None:
-            _map(steps, delta, map, line)
+            plots.save(plots.memory(curves, _title(steps, epochs, epsilon, delta)), plot_memory)
+        if plot_map is not None:
+            _map(steps, delta, plot_map, line)
     if json:
         show.print_json({"mechanisms": [row._asdict() for row in table]})
     else:
@@ -68,7 +70,7 @@ def compare_command(
 
 
 def _title(steps: int, epochs: int, epsilon: float, delta: float) -> str:
-    return f"{steps:,} steps, {epochs} epochs, epsilon={epsilon:g}, delta={show.number(delta)}"
+    return f"{steps:,} steps, {epochs} epochs, epsilon={epsilon:g}, delta={number(delta)}"
 
 
 def _print_properties(as_json: bool) -> None:
@@ -78,15 +80,14 @@ def _print_properties(as_json: bool) -> None:
         show.print_json(found)
         return
     rows = [
-        (row["mechanism"], *(show.number(row[name]) for name in _PROPERTIES.values()))
-        for row in found["rows"]
+        (row["mechanism"], *(number(row[name]) for name in _PROPERTIES.values())) for row in found["rows"]
     ]
     show.print_table(f"Mechanisms, measured on {found['date']}", ("mechanism", *_PROPERTIES), rows)
     grid = {name: show.listed(found["grid"][name]) for name in ("steps", "epochs", "epsilon")}
     show.say(
         f"Quickly found: under a minute at {found['scale']:,} steps. Little state: at most an eighth of the steps "
         f"as vectors. Best somewhere: with {grid['steps']} steps, {grid['epochs']} epochs, epsilon "
-        f"{grid['epsilon']} and delta {show.number(found['grid']['delta'])}."
+        f"{grid['epsilon']} and delta {number(found['grid']['delta'])}."
     )
 
 
@@ -95,12 +96,12 @@ def _print(rows: list[Comparison], title: str) -> None:
     shown = [
         (
             row.mechanism,
-            show.number(row.rmse, 5),
+            number(row.rmse, 5),
             f"{row.ratio:.3f}x",
             f"{row.noise_multiplier:.4f}",
-            show.number(row.bands),
-            show.number(row.vectors),
-            show.number(row.amplified),
+            number(row.bands),
+            number(row.vectors),
+            number(row.amplified),
         )
         for row in rows
     ]

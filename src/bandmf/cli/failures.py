@@ -7,15 +7,11 @@ from typing import Any
 
 import typer
 
-CLICK: type[Exception] = typer.BadParameter.__mro__[
-    2
-]  # ClickException, of typer's own click or of click itself
+from bandmf import _extras
+
+# ClickException: that of typer's own click, or that of click itself.
+CLICK: type[Exception] = typer.BadParameter.__mro__[2]
 EXPECTED = (ValueError, OSError, MemoryError, ModuleNotFoundError, CLICK)
-_EXTRAS = {
-    **dict.fromkeys(("torch", "opacus"), "torch"),
-    **dict.fromkeys(("jax", "jaxlib", "optax", "orbax"), "jax"),
-    **dict.fromkeys(("sklearn", "transformers", "accelerate"), "examples"),
-}
 
 
 def sentence(error: BaseException, arguments: Sequence[str] = ()) -> str | None:
@@ -35,10 +31,9 @@ def sentence(error: BaseException, arguments: Sequence[str] = ()) -> str | None:
 
 
 def _missing(error: ModuleNotFoundError) -> str | None:
-    package = (error.name or "").split(".")[0]
-    if package not in _EXTRAS:
-        return None
-    return f"{package} is missing: this needs it; pip install 'bandmf[{_EXTRAS[package]}]'"
+    package = _extras.package_of(error)
+    remedy = _extras.remedy(package)
+    return None if remedy is None else f"{package} is missing: this needs it; {remedy}"
 
 
 def _usage(error: Any, arguments: Sequence[str]) -> str:

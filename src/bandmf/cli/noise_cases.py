@@ -27,7 +27,7 @@ INDEPENDENT = "independent noise"
 BANDMF = "bandmf"
 SCALE = 1e-3
 
-Step = Callable[[], object]
+Step = Callable[[], Any]  # the gradient, with the noise of one more step
 
 
 def coefficients(bands: int) -> FloatArray:
@@ -52,7 +52,12 @@ def bandmf_torch(bands: int, size: int, device: str, kernels: str | None = None)
     engine = Engine(BandedToeplitz(coefficients(bands), 100_000), kernels=kernels)
     gradient = torch.zeros(size, device=device)
     state = engine.init({"w": gradient})
-    return lambda: engine.add(state, {"w": gradient}, SCALE)
+
+    def step() -> Any:
+        engine.add(state, {"w": gradient}, SCALE)
+        return gradient
+
+    return step
 
 
 def bandmf_numpy(bands: int, size: int, device: str, kernels: str | None = None) -> Step:
@@ -61,7 +66,12 @@ def bandmf_numpy(bands: int, size: int, device: str, kernels: str | None = None)
 
     engine = NumpyEngine(BandedToeplitz(coefficients(bands), 100_000), kernels=kernels)
     gradient, state = np.zeros(size, np.float32), engine.init({"w": (size,)})
-    return lambda: engine.add(state, {"w": gradient}, SCALE)
+
+    def step() -> Any:
+        engine.add(state, {"w": gradient}, SCALE)
+        return gradient
+
+    return step
 
 
 def bandmf_jax(bands: int, size: int, device: str, kernels: str | None = None) -> Step:
@@ -73,8 +83,8 @@ def bandmf_jax(bands: int, size: int, device: str, kernels: str | None = None) -
     engine = Engine(BandedToeplitz(coefficients(bands), 100_000), kernels=kernels)
     return _jax_step(
         lambda gradient, state: engine.add(state, gradient, SCALE),
-        {"w": jnp.zeros(size)},
-        engine.init({"w": (size,)}),
+        jnp.zeros(size),
+        engine.init((size,)),
     )
 
 
@@ -85,13 +95,13 @@ def torch_roll(bands: int, size: int, device: str) -> Step:
     history, gradient = torch.zeros(bands - 1, size, device=device), torch.zeros(size, device=device)
     weights = torch.from_numpy(coefficients(bands)[1:]).float().to(device)
 
-    def step() -> None:
+    def step() -> Any:
         nonlocal history
         y = torch.randn(size, device=device) - weights @ history
         history = torch.roll(history, 1, 0)
         if bands > 1:
             history[0] = y
-        gradient.add_(y, alpha=SCALE)
+        return gradient.add_(y, alpha=SCALE)
 
     return step
 
@@ -113,8 +123,9 @@ def _jax_step(update: Callable[..., Any], gradient: Any, state: Any) -> Step:
     held = [gradient, state]
     compiled = jax.jit(update, donate_argnums=(0, 1))
 
-    def step() -> None:
+    def step() -> Any:
         held[:] = jax.block_until_ready(compiled(*held))
+        return held[0]
 
     return step
 

@@ -10,9 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from bandmf import optimize as optimizers
-from bandmf import plots, strategies, workloads
+from bandmf import plots, strategies
+from bandmf._text import number
 from bandmf._types import FloatArray
-from bandmf.cli import outputs, show
+from bandmf.cli import arguments, outputs, show
 from bandmf.error import max_error, per_step_error, rmse
 from bandmf.optimize.descent import Watcher
 from bandmf.optimize.solution import Solution
@@ -84,7 +85,7 @@ def optimize(
         raise ValueError(
             f"steps={steps}: per-step errors are drawn for at most {_PLOTTABLE:,} steps; leave out --plot"
         )
-    workload = _workload(steps, momentum, schedule)
+    workload = arguments.workload(steps, momentum, schedule)
     participation = FixedEpochs(epochs) if epochs != 1 else None
     choices = {"bands": bands, "objective": objective, "normalize": normalize, "gap": gap}
     given = {name: value for name, value in choices.items() if value is not None}
@@ -114,16 +115,6 @@ def optimize(
             _NAMES.get(name, name.replace("_", " ")): _text(name, value) for name, value in result.items()
         }
         show.print_pairs("Strategy", shown)
-
-
-def _workload(steps: int, momentum: float, schedule: str) -> Workload:
-    schedules = {"constant": None, "cooldown": workloads.cooldown, "cosine": workloads.cosine}
-    if schedule not in schedules:
-        raise ValueError(f"schedule={schedule!r}: must be one of {', '.join(schedules)}")
-    rates = schedules[schedule]
-    if rates is None and momentum == 0:
-        return workloads.prefix(steps)
-    return workloads.momentum(steps, momentum, None if rates is None else rates(steps))
 
 
 def _solve(
@@ -199,7 +190,7 @@ def _text(name: str, value: object) -> str:
         return ", ".join(f"{x:.6f}" for x in value) + (", ..." if len(value) == 8 else "")
     if name == "seconds" and isinstance(value, float):
         return show.duration(value)
-    return show.number(value, 7)
+    return number(value, 7)
 
 
 def _plot(strategy: strategies.Strategy, workload: Workload, path: Path) -> Path:

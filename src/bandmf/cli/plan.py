@@ -9,26 +9,18 @@ from typing import Annotated
 
 import typer
 
-from bandmf import plots, workloads
-from bandmf.cli import outputs, show
-from bandmf.participation import MinSeparation
+from bandmf import plots
+from bandmf._text import counted
+from bandmf.cli import arguments, outputs, show
 from bandmf.planning import Candidate, Plan
 from bandmf.planning import plan as make_plan
-from bandmf.planning.request import readable_bytes, training_steps
+from bandmf.planning.labels import candidate_table, labeled
+from bandmf.planning.request import training_steps
 
 EXAMPLE = (
     "Example: bandmf plan --epsilon 4 --delta 1e-8 --examples 1000000 --batch-size 500 --steps 16384 "
     "--save plan.json --plot plan.png"
 )
-
-
-_NAMES = {
-    "dp_sgd_ratio": "DP-SGD's error, relative",
-    "full_batch_ratio": "full-batch DP-SGD's, relative",
-    "rmse": "RMSE",
-    "mean_rmse": "RMSE of means",
-    "memory": "noise memory per device",
-}
 
 
 def plan(
@@ -75,14 +67,10 @@ def plan(
     if explain and json:
         raise ValueError("explain, json: give at most one of the two")
     outputs.check({"plot": plot}, {"save": save})
-    if (max_participations is None) != (separation is None):
-        raise ValueError("max-participations, separation: give both or neither")
-    participation = None
-    if max_participations is not None and separation is not None:
-        participation = MinSeparation(max_participations, separation)
-    workload = None
+    participation = arguments.participation(max_participations, separation)
+    workload = None  # running sums, of as many steps as the plan will have
     if momentum:
-        workload = workloads.momentum(training_steps(steps, epochs, batch_size, examples), momentum)
+        workload = arguments.workload(training_steps(steps, epochs, batch_size, examples), momentum)
     with show.status("evaluating candidates") as line:
 
         def progress(found: Candidate | str) -> None:
@@ -118,27 +106,20 @@ def plan(
         if plot is not None:
             line.update("drawing")
             plots.save(made.plot(progress), plot)
-    if json:
+    _show(made, summary, json, explain)
+
+
+def _show(made: Plan, summary: dict[str, object], as_json: bool, in_words: bool) -> None:
+    """As JSON, in words, or as tables with remarks."""
+    if as_json:
         show.print_json({**summary, "candidates": [c._asdict() for c in made.candidates]})
-    elif explain:
+    elif in_words:
         show.say(made.explain())
     else:
-        _print(made, summary)
-
-
-def _print(made: Plan, summary: dict[str, object]) -> None:
-    named = {_NAMES.get(name, name.replace("_", " ")): value for name, value in summary.items()}
-    show.print_pairs("Plan", {name: _text(name, value) for name, value in named.items() if value is not None})
-    columns = ("", "noise multiplier", "RMSE", "against the plan", "vectors of noise", "memory per device")
-    rows = []
-    for c in made.candidates:
-        vectors = "" if c.vectors is None else show.number(c.vectors)
-        memory = "" if c.memory is None else readable_bytes(c.memory)
-        mark = "chosen" if c.noise_multiplier == made.noise_multiplier else f"{c.rmse / made.rmse:.3f}x"
-        rows.append((c.name, f"{c.noise_multiplier:.4f}", show.number(c.rmse, 5), mark, vectors, memory))
-    show.print_table("Candidates", columns, rows, styles={"chosen": "bold"})
-    for remark in _remarks(made):
-        show.say(remark)
+        show.print_pairs("Plan", labeled(summary))
+        show.print_table("Candidates", *candidate_table(made), styles={"chosen": "bold"})
+        for remark in _remarks(made):
+            show.say(remark)
 
 
 def _remarks(made: Plan) -> Iterator[str]:
@@ -146,11 +127,11 @@ def _remarks(made: Plan) -> Iterator[str]:
         yield f"{made.choice[0].upper()}{made.choice[1:]}."
     limit = made.best_without_memory_limit
     if limit is not None:
-        yield f"The memory limit costs {made.rmse / limit.rmse - 1:.1%}: {limit.bands:,} bands would be best."
+        yield f"The memory limit costs {made.rmse / limit.rmse - 1:.1%}: {counted(limit.bands, 'band')} would be best."
     if made.memory is None and made.bands > 1 and not made.in_bins:
         yield (
-            f"The noise needs {made.bands - 1:,} times the memory of the model's gradients; give --parameters and "
-            "--memory for a plan that fits."
+            f"The noise keeps {counted(made.vectors, 'vector')} of the model's size; give --parameters and --memory "
+            "for a plan that fits."
         )
     if made.epsilon == math.inf:
         yield "There is not enough noise for any guarantee; see also --explain."
@@ -159,7 +140,3 @@ def _remarks(made: Plan) -> Iterator[str]:
         yield f"Certified by {samples} samples: epsilon = {made.spent():.6g}; see also --explain."
     else:
         yield f"The accountant confirms epsilon = {made.spent():.6g}; see also --explain."
-
-
-def _text(name: str, value: object) -> str:
-    return readable_bytes(value) if "memory" in name and isinstance(value, float) else show.number(value)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from bandmf import paper
+from bandmf import _extras, paper
 from bandmf.cli import outputs, show
 from bandmf.paper import page
 from bandmf.paper.experiment import Experiment
@@ -67,7 +67,10 @@ def _find(names: tuple[str, ...], everything: bool) -> list[Experiment]:
         try:
             found.append(paper.experiment(name))
         except ModuleNotFoundError as error:
-            missing = f"{name}: needs {error.name}; pip install 'bandmf[torch]'"
+            remedy = _extras.remedy(_extras.package_of(error))
+            if remedy is None:
+                raise
+            missing = f"{name}: needs {error.name}; {remedy}"
             if not everything:
                 raise ValueError(missing) from error
             show.messages.print(f"left out: {missing}", markup=False)

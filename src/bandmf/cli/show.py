@@ -1,4 +1,4 @@
-"""What all commands share: numbers for people, tables for any width, progress and JSON."""
+"""What all commands share: tables for any width, times, progress and JSON."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
+
+from bandmf._text import number
 
 console = Console(highlight=False)
 messages = Console(stderr=True, highlight=False)  # progress never mixes with results
@@ -42,23 +44,7 @@ def refuse_options(given: dict[str, Any], where: str) -> None:
         raise ValueError(f"{name}={value!s}: has no meaning {where}; leave --{name} out")
 
 
-# --- numbers ------------------------------------------------------------------------------------------
-
-
-def number(value: object, digits: int = 6) -> str:
-    """A value for people.
-
-    >>> number(16384), number(1e-06), number(0.83456789, 3), number(True), number(250000.0)
-    ('16,384', '1e-6', '0.835', 'yes', '250,000')
-    """
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if not isinstance(value, float):
-        return str(value)
-    text = f"{value:,.{digits}g}"
-    return text.replace("e-0", "e-").replace("e+0", "e+").replace("e+", "e")
+# --- numbers and times --------------------------------------------------------------------------------
 
 
 def listed(values: Sequence[float]) -> str:

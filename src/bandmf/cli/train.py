@@ -12,10 +12,12 @@ import typer
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from bandmf import _check, plots
+from bandmf._text import number
 from bandmf.cli import outputs, show
 from bandmf.demo import datasets
 from bandmf.planning import Plan
 from bandmf.planning import plan as make_plan
+from bandmf.planning.labels import IN_BINS
 
 if TYPE_CHECKING:
     from bandmf.demo.training import History
@@ -89,7 +91,7 @@ def train(
     }
     if plot is not None:
         curves = {name: [(h.steps, h.accuracies) for h in runs] for name, (_, runs) in results.items()}
-        title = f"{images.name}, epsilon={epsilon:g}, delta={show.number(setting['delta'])}"
+        title = f"{images.name}, epsilon={epsilon:g}, delta={number(setting['delta'])}"
         plots.save(plots.accuracy(curves, title), plot)
     split = {"trained on": len(images.train), "tuned on": len(tuning.test), "tested on": len(images.test)}
     _report(plans, results, images.name, split, json)
@@ -113,7 +115,8 @@ def _plans(setting: dict[str, Any]) -> dict[str, Plan]:
         "BandMF": make_plan(**setting, sampling="cyclic-poisson"),
     }
     if setting["epochs"] > 0.99:
-        plans["bins"] = make_plan(**setting, sampling="balls-in-bins")
+        binned = make_plan(**setting, sampling="balls-in-bins")
+        plans[IN_BINS[binned.mechanism]] = binned
     return plans
 
 
@@ -175,7 +178,7 @@ class Spent:
 def _noise(plan: Plan) -> str:
     if plan.bands == 1:
         return "independent"
-    return plan.candidates[-1].name if plan.in_bins else f"{plan.bands} bands"
+    return next(candidate.name for candidate in plan.candidates if plan.is_chosen(candidate))
 
 
 def _report(
@@ -208,12 +211,11 @@ def _report(
     plan = plans["BandMF"]
     title = (
         f"{data}: {plan.steps:,} steps of {plan.batch_size:g}, epsilon={plan.epsilon:g}, "
-        f"delta={show.number(plan.delta)}"
+        f"delta={number(plan.delta)}"
     )
     percents = ("accuracy", "lowest", "highest")
     shown = [
-        [f"{value:.1%}" if name in percents else show.number(value) for name, value in row.items()]
-        for row in rows
+        [f"{value:.1%}" if name in percents else number(value) for name, value in row.items()] for row in rows
     ]
     show.print_table(title, tuple(rows[0]), shown)
     show.say("Images: " + ", ".join(f"{count:,} {name}" for name, count in split.items()) + ".")

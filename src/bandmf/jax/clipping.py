@@ -42,7 +42,7 @@ class Clipped:
 
     total: Any
     clip_norm: float
-    shapes: tuple[tuple[int, ...], ...] | None = None  # of `total`, unless told
+    shapes: tuple[tuple[int, ...], ...] | None = None  # of `total` by default
 
     def __post_init__(self) -> None:
         if self.shapes is None:
@@ -98,8 +98,8 @@ def clipped_gradient(
     array([-0.6, -0.8], dtype=float32)
 
     `loss` takes one example: the arguments `batch_argnums` without their first dimension (with `keep_batch_dim`, with
-    one of size 1). `mask` says which rows count. `microbatch` is how many gradients are in memory at once; all, unless
-    told. With `has_aux`, where `loss` returns (value, aux), or `return_examples` the result is (sum, Examples).
+    one of size 1). `mask` says which rows count. `microbatch` is how many gradients are in memory at once; all by
+    default. With `has_aux`, where `loss` returns (value, aux), or `return_examples` the result is (sum, Examples).
     `spmd_axis_name` is the mesh axis that rows are sharded over, where `loss` contains shard_map.
     """
     clip_norm = _check.real("clip_norm", clip_norm, 1e-30, 1e30)

@@ -10,7 +10,6 @@ Guarantees, in compiled code too, where nothing can raise:
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +24,7 @@ from bandmf import _check
 from bandmf.jax.clipping import Clipped
 from bandmf.jax.noise.digest import WORDS, digest
 from bandmf.jax.noise.engine import Engine, State
-from bandmf.planning import Plan
+from bandmf.planning import Plan, checked_plan
 from bandmf.randomness.key import Key
 
 Array = jax.Array
@@ -49,9 +48,7 @@ class Secret:
     seeds: Array  # of the digest
     sum: Array  # the digest of the sum that the ledger has
     plan: str
-    digests: bool = (
-        False  # one of several steps taken at once: the ledger has no sum yet, and wants its digest
-    )
+    digests: bool = False  # one of several steps at once: the ledger has no sum yet, and wants its digest
 
     def __repr__(self) -> str:
         return "Secret(...)"
@@ -102,9 +99,7 @@ def privatize(
     gives the secret of the step. The mean is of the planned batch size, whatever the batch.
     The history is sharded like the parameters, or with `mesh` flat over all of its devices.
     """
-    if not isinstance(plan, Plan):
-        raise _check.fail("plan", type(plan).__name__, "must be a Plan", "make one with bandmf.plan(...)")
-    plan = copy.copy(plan)  # by its constructor, which checks everything again; and nothing is cached
+    plan = checked_plan(plan)
     clip_norm = _check.real("clip_norm", clip_norm)
     scale = plan.deviation(clip_norm)
     engine = Engine(

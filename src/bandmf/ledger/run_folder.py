@@ -27,6 +27,7 @@ from bandmf.ledger import Ledger, seal
 from bandmf.ledger.checkpoints import Processes
 from bandmf.planning import Plan, plan_file
 from bandmf.randomness.key import Key
+from bandmf.sampling import Sampler
 
 LEDGER, KEY, CHECKPOINTS, PLAN = "ledger.jsonl", "key", "checkpoints", "plan.json"
 
@@ -53,8 +54,12 @@ class Opened:
         self.ledger = ledger
         return ledger.run_id, ledger.inherited_steps
 
+    def spent(self, plan: Plan, steps: int) -> float:
+        """The epsilon of this run's first `steps` steps, and of what the runs that it was copied from had released."""
+        return sum(plan.spent_after(each) for each in (*self.inherited_steps, steps))
+
     def begin(self, run: dict[str, Any], plan: Plan) -> int:
-        """Begin or go on with this run; how many steps it has released."""
+        """Begin or go on with this run, which `provenance` describes; how many steps it has released."""
         return self._ranks.on_first(lambda: self._begin(run, plan))
 
     def _begin(self, run: dict[str, Any], plan: Plan) -> int:
@@ -69,6 +74,16 @@ class Opened:
             _keep(self._user_key, self._folder / KEY)
             _keep_plan(plan, self._folder / PLAN)
         return self.ledger.steps_released
+
+
+def provenance(
+    plan: Plan, key: Key, batches: Sampler, *, clip_norm: float, per_layer: bool
+) -> dict[str, Any]:
+    """What must stay the same as long as a run goes on."""
+    return {
+        "plan": plan.digest, "steps": plan.steps, "key": key.fingerprint, "clip_norm": clip_norm,
+        "per_layer": per_layer, "sampler": batches.provenance, "examples": batches.examples,
+    }  # fmt: skip
 
 
 def _user_key(key: Key | None, folder: Path | None) -> Key:

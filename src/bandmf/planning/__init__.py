@@ -2,6 +2,6 @@
 
 from bandmf.planning.candidate import Candidate
 from bandmf.planning.plan import Plan
-from bandmf.planning.planner import plan
+from bandmf.planning.planner import checked_plan, plan
 
-__all__ = ["Candidate", "Plan", "plan"]
+__all__ = ["Candidate", "Plan", "checked_plan", "plan"]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from bandmf import _check
+from bandmf._text import counted
 from bandmf.strategies import (
     Banded,
     BandedInverse,
@@ -42,10 +43,10 @@ class Candidate(NamedTuple):
     @property
     def name(self) -> str:
         """For people: "BLT(4) in bins", "32 bands"."""
-        bands = "{} band" if self.bands == 1 else "{} bands"
-        what = {"blt": "BLT({})", "banded-inverse": "inverse({})"}.get(self.mechanism, bands)
+        buffered = {"blt": f"BLT({self.bands})", "banded-inverse": f"inverse({self.bands})"}
+        what = buffered.get(self.mechanism, counted(self.bands, "band"))
         where = {"balls-in-bins": " in bins", "b-min-sep": ", b-min-sep"}.get(self.sampling, "")
-        return what.format(self.bands) + where
+        return what + where
 
 
 Progress = Callable[[Candidate | str], None]  # is told of every candidate, and in words of what takes long

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from inspect import signature
 from typing import Any, NamedTuple
 
 from bandmf import _check, accounting, optimize, strategies
 from bandmf.error import rmse
 from bandmf.noise.schedule import vectors_held
 from bandmf.participation import MinSeparation
-from bandmf.planning import bins
-from bandmf.planning.candidates import normalization
-from bandmf.planning.found import Found
+from bandmf.planning.labels import IN_BINS
 from bandmf.planning.planner import MOST_BINS, plan
 from bandmf.planning.request import checked_request
+from bandmf.planning.search import bins
+from bandmf.planning.search.candidates import normalization
+from bandmf.planning.search.found import Found
 from bandmf.strategies import Strategy
 
 _BATCH = 1024  # only the ratio of examples to batch size matters here
@@ -31,7 +31,7 @@ class Comparison(NamedTuple):
     amplified: bool
     noise_multiplier: float
     bands: int
-    vectors: int  # of the model's size, that its noise keeps on the CPU
+    vectors: int  # of the model's size, that its noise keeps, as `Plan.vectors` counts them
 
 
 def compare(
@@ -61,7 +61,7 @@ def compare(
     found.sort(key=lambda row: row[0])
     best = found[0][0]
     return [
-        Comparison(name, error, error / best, amplified, sigma, strategy.bands, vectors_held(strategy, "cpu"))
+        Comparison(name, error, error / best, amplified, sigma, strategy.bands, vectors_held(strategy))
         for error, name, amplified, sigma, strategy in found
     ]
 
@@ -89,7 +89,7 @@ def _mechanisms(
         yield "Banded square root", True, best.noise_multiplier, rmse(root), root
     for name, found in in_bins(epsilon, delta, steps, epochs).items():
         sigma = found.candidate.noise_multiplier
-        yield f"{name} in bins", True, sigma, found.candidate.rmse / sigma, found.strategy
+        yield name, True, sigma, found.candidate.rmse / sigma, found.strategy
     participation = MinSeparation(epochs, steps // epochs)
     sigma = accounting.noise_multiplier(epsilon, delta, 1.0, 1)
     for name, make in unamplified_strategies(steps, epochs, participation).items():
@@ -98,34 +98,35 @@ def _mechanisms(
 
 
 def in_bins(epsilon: float, delta: float, steps: int, epochs: int, **options: Any) -> dict[str, Found]:
-    """What balls-in-bins has to offer, by estimates; nothing where an epoch has too many steps for a comparison."""
+    """What balls-in-bins has to offer, by estimates and by name; nothing where an epoch has too many steps."""
     if -(-steps // epochs) > MOST_BINS:
         return {}
-    setting: dict[str, Any] = dict.fromkeys(signature(checked_request).parameters)
-    setting |= {"epsilon": epsilon, "delta": delta, "steps": steps, "batch_size": _BATCH, "devices": 1}
-    setting |= {
-        "examples": math.ceil(steps / epochs) * _BATCH,
-        "adjacency": "add-remove",
-        "mechanism": "auto",
-    }
-    request = checked_request(**(setting | {"sampling": "balls-in-bins"} | options))
-    names = {"blt": "BLT", "banded-inverse": "Banded inverse", "banded": "BandMF"}
-    return {names[found.candidate.mechanism]: found for found in bins.search(request, None)}
+    request = checked_request(
+        epsilon=epsilon,
+        delta=delta,
+        examples=math.ceil(steps / epochs) * _BATCH,
+        batch_size=_BATCH,
+        steps=steps,
+        sampling="balls-in-bins",
+        **options,
+    )
+    return {IN_BINS[found.candidate.mechanism]: found for found in bins.search(request, None)}
 
 
 def against_memory(
     epsilon: float, delta: float, steps: int, epochs: int, progress: Callable[[str], None] | None = None
 ) -> dict[str, list[tuple[int, float]]]:
-    """(vectors of noise history, RMSE) for mechanisms of several sizes, by name."""
+    """(vectors that the noise keeps, RMSE) for mechanisms of several sizes, by name."""
     examples = math.ceil(steps * _BATCH / epochs)
     budget: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "examples": examples, "steps": steps}
     tell = progress or (lambda text: None)
     tell("cyclic Poisson sampling")
-    cyclic = plan(**budget, batch_size=_BATCH, sampling="cyclic-poisson").candidates
+    candidates = plan(**budget, batch_size=_BATCH, sampling="cyclic-poisson").candidates
     widths = [2**i for i in range(1, 9) if 2**i <= steps // epochs]
-    weighed = {c.bands: c.rmse for c in cyclic}
-    weighed |= {b: plan(**budget, batch_size=_BATCH, bands=b).rmse for b in widths if b not in weighed}
-    curves = {"BandMF (cyclic Poisson)": [(bands - 1, error) for bands, error in weighed.items()]}
+    cyclic = [(c.vectors or 0, c.rmse) for c in candidates]
+    known = {c.bands for c in candidates}
+    more = (plan(**budget, batch_size=_BATCH, bands=bands) for bands in widths if bands not in known)
+    curves = {"BandMF (cyclic Poisson)": cyclic + [(made.vectors, made.rmse) for made in more]}
     sizes: dict[str, tuple[str, list[dict[str, int]]]] = {
         "banded-inverse": (
             "Banded inverse in bins (2, 4, 8, 16)",
@@ -138,8 +139,7 @@ def against_memory(
         for each in options:
             tell(f"{name} {each}")
             (found,) = in_bins(epsilon, delta, steps, epochs, mechanism=mechanism, **each).values()
-            history = found.candidate.bands - 1 if mechanism == "banded" else found.candidate.vectors or 0
-            curves.setdefault(name, []).append((history, found.candidate.rmse))
+            curves.setdefault(name, []).append((found.candidate.vectors or 0, found.candidate.rmse))
     for name, points in curves.items():
         curves[name] = sorted(points)
     return curves

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from bandmf._text import counted, number, readable_bytes
 from bandmf.accounting.events import MAX_EPSILON
 from bandmf.accounting.verified import Certificate
-from bandmf.planning.request import readable_bytes
 from bandmf.sampling import unused_note
 
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ def _guarantee(plan: Plan) -> str:
     if plan.epsilon == math.inf:
         return (
             f"No guarantee. For noise multiplier {plan.noise_multiplier:g} the accountant finds no epsilon below "
-            f"{MAX_EPSILON:g} at delta={plan.delta:g}: there is not enough noise to protect anyone."
+            f"{MAX_EPSILON:g} at delta={number(plan.delta)}: there is not enough noise to protect anyone."
         )
     return (
         f"Guarantee. The {plan.steps} noisy gradient sums, and everything computed from them, are "
-        f"(epsilon={plan.epsilon:g}, delta={plan.delta:g})-differentially private when "
+        f"(epsilon={plan.epsilon:g}, delta={number(plan.delta)})-differentially private when "
         f"{_NEIGHBORS[plan.adjacency]} (adjacency {plan.adjacency!r}). The unit of privacy is one example."
     )
 
@@ -124,12 +124,13 @@ def _memory(plan: Plan) -> str:
         taken = readable_bytes(plan.memory) if plan.memory else "no memory"
         return f" It takes {taken} on each device."
     if plan.in_bins:
-        kept = f"keeps {plan.vectors} vectors of the model's size" if plan.vectors else "keeps no history"
+        vectors = counted(plan.vectors, "vector")
+        kept = f"keeps {vectors} of the model's size" if plan.vectors else "keeps no history"
         return f" It {kept} ({plan.mechanism})."
     if plan.strategy.bands > 1:
         return (
-            f" Its history takes {plan.strategy.bands - 1} times the memory of the model's gradients; give "
-            "parameters= and memory= for a plan that fits."
+            f" It keeps {counted(plan.vectors, 'vector')} of the model's size; give parameters= and memory= for a "
+            "plan that fits."
         )
     return ""
 
@@ -154,7 +155,7 @@ def _error(plan: Plan) -> str:
         )
     if plan.choice:
         lines.append(f"Chosen: {plan.choice}.")
-    if plan.amplified and plan.rule_of_thumb is not None:
+    if plan.rule_of_thumb is not None:
         lines.append(
             f"Rule of thumb for the best bands: {plan.rule_of_thumb:.3g}. With an adaptive optimizer (Adam) "
             "fewer bands than the best for RMSE tend to train better."

@@ -24,9 +24,10 @@ from bandmf.accounting.verified import CERTIFICATES, Certificate, subject, verif
 from bandmf.error import mean_squared_error, rmse
 from bandmf.participation import Participation
 from bandmf.planning import plan_file
-from bandmf.planning.candidate import Candidate, Progress, checked_candidate, mechanism_of
-from bandmf.planning.candidates import between
+from bandmf.planning.candidate import Candidate, Progress, checked_candidate, mechanism_of, size_of
 from bandmf.planning.explain import explain
+from bandmf.planning.labels import LABELS
+from bandmf.planning.search.candidates import passed_over
 from bandmf.planning.setup import Setup
 from bandmf.sampling import cycle_length
 from bandmf.sensitivities import sensitivity
@@ -158,7 +159,7 @@ class Plan(Setup):
 
     @property
     def bands(self) -> int:
-        """Non-zero diagonals of the strategy: after so many steps noise is independent again."""
+        """Non-zero diagonals of the strategy: its columns that are `bands` apart do not overlap."""
         return self.strategy.bands
 
     @cached_property
@@ -263,6 +264,11 @@ class Plan(Setup):
         error = rmse(Identity(self.steps), workload=self.workload)
         return math.sqrt(self.steps) * sigma * error / self.examples / self.mean_rmse
 
+    def is_chosen(self, candidate: Candidate) -> bool:
+        """Whether the plan was made of this candidate."""
+        own = self.sampling, self.mechanism, size_of(self.strategy), self.noise_multiplier
+        return own == (candidate.sampling, candidate.mechanism, candidate.bands, candidate.noise_multiplier)
+
     @property
     def mechanism(self) -> str:
         """The family of the strategy: "banded", "banded-inverse", "blt", or its class."""
@@ -280,8 +286,8 @@ class Plan(Setup):
 
     @property
     def rule_of_thumb(self) -> float | None:
-        """The paper's quick guess at the best bands of cyclic Poisson sampling: epsilon sqrt(steps) / epochs."""
-        if self.epochs is None or self.certified:
+        """The paper's quick guess at the best bands, epsilon sqrt(steps) / epochs; None but for cyclic Poisson."""
+        if self.sampling != "cyclic-poisson" or self.epochs is None or self.epsilon == math.inf:
             return None
         return self.epsilon * math.sqrt(self.steps) / self.epochs
 
@@ -355,16 +361,7 @@ class Plan(Setup):
         """
         # By name: pictures are drawn far below plans, and plans are made where nothing is drawn.
         drawn = import_module("bandmf.plots.planned")
-        return drawn.plan(self, (*self.candidates, *self._passed_over(progress)))
-
-    def _passed_over(self, progress: Progress | None) -> tuple[Candidate, ...]:
-        families = {(c.sampling, c.mechanism) for c in self.candidates if c.sampling != "balls-in-bins"}
-        if not self.amplified or self.epsilon == math.inf or self.workload.coefficients is None:
-            return ()
-        if families - {("cyclic-poisson", "banded")}:  # of other kinds there is nothing to put between
-            return ()
-        known = {c.bands for c in self.candidates if c.sampling == "cyclic-poisson"}
-        return tuple(c for c in between(self, self.epsilon, known, progress) if c.bands not in known)
+        return drawn.plan(self, (*self.candidates, *passed_over(self, progress)))
 
     def __repr__(self) -> str:
         data = f"batch_size={self.batch_size:g}, examples={self.examples}"
@@ -380,12 +377,7 @@ class Plan(Setup):
 
     def summary(self) -> dict[str, Any]:
         """The numbers that people look for, by name."""
-        names = (
-            "steps batch_size examples epochs epsilon delta adjacency sampling mechanism bands noise_multiplier "
-            "noise_scale cycle sampling_probability rounds vectors rmse mean_rmse "
-            "dp_sgd_ratio full_batch_ratio memory rule_of_thumb digest"
-        )
-        return {name: getattr(self, name) for name in names.split()} | {"workload": self.workload.name}
+        return {name: getattr(self, name) for name in LABELS} | {"workload": self.workload.name}
 
 
 def _copy(contents: dict[str, Any]) -> Plan:

@@ -5,16 +5,19 @@ A checked request (request.py), a choice among candidates (candidates.py), and o
 
 from __future__ import annotations
 
+import copy
+
 from bandmf import _check, accounting
+from bandmf._text import counted
 from bandmf.accounting.verified import Certificate
 from bandmf.optimize import banded_toeplitz
 from bandmf.participation import Participation
-from bandmf.planning import bins, min_separation
 from bandmf.planning.candidate import Candidate, Progress
-from bandmf.planning.candidates import Candidates, normalization
-from bandmf.planning.found import Found
 from bandmf.planning.plan import Plan
 from bandmf.planning.request import Request, checked_request, require_two_bands
+from bandmf.planning.search import bins, min_separation
+from bandmf.planning.search.candidates import Candidates, normalization
+from bandmf.planning.search.found import Found
 from bandmf.planning.setup import no_bins, whole_cycle
 from bandmf.strategies import Strategy
 from bandmf.strategies.single_precision import in_float32
@@ -133,6 +136,13 @@ def plan(
     if sampling == "balls-in-bins" or unbanded:
         return _binned(request, batch_size, seconds, progress)
     return _better(request, seconds, progress)
+
+
+def checked_plan(plan: Plan) -> Plan:
+    """A copy of a plan that was given: its constructor checks everything again, and nothing is cached."""
+    if not isinstance(plan, Plan):
+        raise _check.fail("plan", type(plan).__name__, "must be a Plan", "make one with bandmf.plan(...)")
+    return copy.copy(plan)
 
 
 def _check_unamplified(request: Request, sampling: str) -> None:
@@ -265,7 +275,7 @@ def _better(request: Request, seconds: float, progress: Progress | None) -> Plan
 
     def worth(candidate: Candidate) -> bool:
         """More memory must gain more than rounding would."""
-        return less(candidate) > (_LEAST_GAIN if (candidate.vectors or 0) > cyclic.bands - 1 else 0)
+        return less(candidate) > (_LEAST_GAIN if (candidate.vectors or 0) > (cyclic.vectors or 0) else 0)
 
     refused = f"balls-in-bins would have about {1 - less(guess.candidate):.3f} times its error"
     if worth(guess.candidate):
@@ -314,7 +324,7 @@ def _with(found: list[Found], chosen: Found) -> tuple[Candidate, ...]:
 def _in_favor(chosen: Candidate, cyclic: Candidate, less: float) -> str:
     return (
         f"balls-in-bins, certified: {less:.0%} less error than the best plan with cyclic Poisson sampling, with "
-        f"a noise history of {chosen.vectors} vectors instead of {cyclic.bands - 1}"
+        f"noise that keeps {counted(chosen.vectors or 0, 'vector')} instead of {cyclic.vectors or 0:,}"
     )
 
 

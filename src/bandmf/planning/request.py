@@ -54,26 +54,26 @@ class Request(Setup):
 
 def checked_request(
     *,
-    epsilon: float | None,
-    noise_multiplier: float | None,
     delta: float,
-    examples: int | None,
     batch_size: float,
-    steps: int | None,
-    epochs: float | None,
-    workload: Workload | None,
-    participation: Participation | None,
-    adjacency: str,
-    max_batch_size: int | None,
-    bands: int | None,
-    strategy: Strategy | None,
-    parameters: int | None,
-    memory: float | str | None,
-    devices: int,
-    device: str | None,
-    mechanism: str,
-    inverse_bands: int | None,
-    sampling: str | None,
+    epsilon: float | None = None,
+    noise_multiplier: float | None = None,
+    examples: int | None = None,
+    steps: int | None = None,
+    epochs: float | None = None,
+    workload: Workload | None = None,
+    participation: Participation | None = None,
+    adjacency: str = "add-remove",
+    max_batch_size: int | None = None,
+    bands: int | None = None,
+    strategy: Strategy | None = None,
+    parameters: int | None = None,
+    memory: float | str | None = None,
+    devices: int = 1,
+    device: str | None = None,
+    mechanism: str = "auto",
+    inverse_bands: int | None = None,
+    sampling: str | None = None,
 ) -> Request:
     """The request, if it makes sense; one sentence says what does not. With bins, a batch is examples / cycle."""
     steps = training_steps(steps, epochs, batch_size, examples)
@@ -183,21 +183,6 @@ def training_steps(steps: object, epochs: object, batch_size: float, examples: i
             raise ValueError("epochs: needs examples=; or give steps=")
         steps = max(1, round(_check.real("epochs", epochs, 0, open_low=True) * examples / batch_size))
     return _check.whole("steps", steps, 1, MAX_STEPS, remedy="so many steps cannot be accounted for")
-
-
-def readable_bytes(count: float) -> str:
-    """A number of bytes for people.
-
-    >>> readable_bytes(8e9), readable_bytes(1500), readable_bytes(0)
-    ('8 GB', '1.5 kB', 'none')
-    """
-    if count == 0:
-        return "none"
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
 
 
 def parse_bytes(text: object) -> float:

@@ -1,4 +1,4 @@
-"""Results -> figures. Nothing is computed here."""
+"""Results -> figures. No privacy or error is computed here."""
 
 from bandmf.plots.colors import COLORS, MECHANISMS, color
 from bandmf.plots.figures import accuracy, best_bands, columns, mechanisms, memory, noise_costs, strategy

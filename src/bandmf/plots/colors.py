@@ -5,11 +5,9 @@ from __future__ import annotations
 # Okabe and Ito's colors, told apart by every kind of color vision: for what is no mechanism.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 GRAY = "#777777"
-CHOSEN, TOO_LARGE, ON_BOTH = (
-    "#D55E00",
-    "#9AA5AB",
-    "#7B8494",
-)  # a plan; what does not fit; text on white and on black
+CHOSEN = "#D55E00"  # a plan
+TOO_LARGE = "#9AA5AB"  # what does not fit
+ON_BOTH = "#7B8494"  # text on white and on black
 
 BANDMF = "BandMF"
 MECHANISMS = {
@@ -47,7 +45,6 @@ _ALSO = {
     "Amplified BandMF": BANDMF,
     "Unamplified BandMF": "BandMF, unamplified",
     "FHU": "FHU (square root)",
-    "bins": "BLT in bins",
 }
 
 

@@ -84,7 +84,7 @@ def memory(curves: dict[str, list[tuple[int, float]]], title: str) -> Figure:
     most = max(count for points in curves.values() for count, _ in points)
     fours(axis, most, none=_NONE)
     plain(axis, "y", [error for points in curves.values() for _, error in points])
-    axis.set(xlabel="noise history, in vectors of the model's size", ylabel="RMSE", title=title)
+    axis.set(xlabel="vectors of the model's size that the noise keeps", ylabel="RMSE", title=title)
     far = {name: points for name, points in curves.items() if points[-1][0] > most / 4}
     end_labels(axis, [end_of(name, *points[-1]) for name, points in far.items()])
     for name, points in curves.items():

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from bandmf.planning.labels import candidate_table, labeled
 from bandmf.plots import figures, planned
 
 if TYPE_CHECKING:
@@ -22,20 +23,9 @@ _DIGEST = 16  # characters of it that are shown
 
 def plan(made: Plan) -> str:
     """The numbers of a plan, its candidates, and their picture."""
-    numbers = {name.replace("_", " "): value for name, value in made.summary().items() if value is not None}
-    numbers["digest"] = made.digest[:_DIGEST]
-    header = ("candidate", "noise multiplier", "RMSE", "against the plan", "vectors of noise")
-    rows = [
-        (
-            c.name,
-            f"{c.noise_multiplier:.4f}",
-            f"{c.rmse:.5g}",
-            "chosen" if c.noise_multiplier == made.noise_multiplier else f"{c.rmse / made.rmse:.3f}x",
-            "" if c.vectors is None else f"{c.vectors:,}",
-        )
-        for c in made.candidates
-    ]
-    parts = ["<b>Plan</b>", _table((), [(name, _text(value)) for name, value in numbers.items()])]
+    numbers = labeled(made.summary() | {"digest": made.digest[:_DIGEST]})
+    header, rows = candidate_table(made)
+    parts = ["<b>Plan</b>", _table((), list(numbers.items()))]
     if rows:
         parts += ["<b>Candidates</b>", _table(header, rows), _image(planned.plan(made, made.candidates))]
     return _joined(*parts)
@@ -57,13 +47,6 @@ def solution(found: Solution) -> str:
     return _joined(
         "<b>Solution</b>", _table((), list(numbers.items())), _image(figures.columns(found.strategy))
     )
-
-
-def _text(value: object) -> str:
-    """A number for people."""
-    if isinstance(value, float):
-        return f"{value:,.6g}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

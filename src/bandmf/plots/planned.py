@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from bandmf._text import counted, number
 from bandmf.plots.colors import BANDMF, GRAY, MECHANISMS
 from bandmf.plots.style import End, end_labels, panels
 from bandmf.plots.ticks import fours, plain
@@ -95,7 +96,7 @@ def _draw_limit(axis: Axes, limit: int) -> None:
     axis.axvline(edge, color=GRAY, linewidth=1)
     side, gap = ("left", 5) if edge**3 < low * high**2 else ("right", -5)  # where there is room for words
     axis.annotate(
-        f"memory limit: {limit:,} band{'s' if limit > 1 else ''}", (edge, 0.97), (gap, 0),
+        f"memory limit: {counted(limit, 'band')}", (edge, 0.97), (gap, 0),
         xycoords=axis.get_xaxis_transform(), textcoords="offset points", color=GRAY, fontsize=9, ha=side, va="top",
     )  # fmt: skip
 
@@ -110,7 +111,7 @@ def _name(axis: Axes, curve: Sequence[tuple[int, float]], names: dict[int, str],
                 place, error, "o", color="white", markeredgecolor=color, markeredgewidth=2.6, markersize=11
             )
             axis.annotate(
-                f"chosen: {place:,} band{'s' if place > 1 else ''}", (place, error), (-8, -9),
+                f"chosen: {counted(place, 'band')}", (place, error), (-8, -9),
                 textcoords="offset points", ha="left" if place == low else "right", va="top", fontsize=9,
                 fontweight="bold", color=color,
             )  # fmt: skip
@@ -123,22 +124,21 @@ def _name(axis: Axes, curve: Sequence[tuple[int, float]], names: dict[int, str],
             )  # fmt: skip
 
 
-def plan(made: Plan, weighed: Sequence[Candidate]) -> Figure:
+def plan(made: Plan, candidates: Sequence[Candidate]) -> Figure:
     """The picture of a plan and of all candidates that are to be in it."""
-    if not weighed:
+    if not candidates:
         raise ValueError("candidates=(): there is nothing to draw; make the plan with bandmf.plan")
-    banded = sorted((c for c in weighed if c.sampling != "balls-in-bins"), key=lambda c: c.bands)
+    banded = sorted((c for c in candidates if c.sampling != "balls-in-bins"), key=lambda c: c.bands)
     curve = [(c.bands, c.rmse / made.rmse) for c in banded]
     levels = [
-        Level(c.name, c.rmse / made.rmse, c.noise_multiplier == made.noise_multiplier)
-        for c in weighed
+        Level(c.name, c.rmse / made.rmse, made.is_chosen(c))
+        for c in candidates
         if c.sampling == "balls-in-bins"
     ]
     names = {1: "DP-SGD"} if made.amplified else {1: "independent noise"}
     if made.amplified and made.examples is not None and made.examples / made.batch_size <= made.steps:
         names[int(made.examples / made.batch_size)] = "no amplification"
     limit = None if made.max_vectors is None else made.max_vectors + 1
-    delta = f"{made.delta:g}".replace("e-0", "e-")
-    title = f"epsilon={made.epsilon:g}, delta={delta}, {made.steps:,} steps"
+    title = f"epsilon={number(made.epsilon)}, delta={number(made.delta)}, {made.steps:,} steps"
     chosen = None if made.in_bins else made.bands
     return bands(curve, title, chosen=chosen, names=names, levels=levels, limit=limit)

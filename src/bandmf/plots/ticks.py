@@ -7,38 +7,13 @@ from collections.abc import Iterable
 
 from matplotlib.axes import Axes
 
+from bandmf._text import short
+
 _FEWEST = 3  # ticks on an axis
 _DIGITS = (
     (1, 1.5, 2, 3, 5, 7),
     (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9),
-    (
-        1,
-        1.1,
-        1.2,
-        1.3,
-        1.4,
-        1.5,
-        1.6,
-        1.8,
-        2,
-        2.2,
-        2.5,
-        2.8,
-        3,
-        3.5,
-        4,
-        4.5,
-        5,
-        5.5,
-        6,
-        6.5,
-        7,
-        7.5,
-        8,
-        8.5,
-        9,
-        9.5,
-    ),
+    (*(1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.8, 2, 2.2, 2.5, 2.8), *(half / 2 for half in range(6, 20))),
 )
 
 
@@ -58,13 +33,13 @@ def plain(axis: Axes, side: str, values: Iterable[float], ending: str = "") -> N
     if len(ticks) < _FEWEST:
         ticks = _fine(low, high)
     which = axis.xaxis if side == "x" else axis.yaxis
-    which.set_ticks(ticks, [_text(tick) + ending for tick in ticks])
+    which.set_ticks(ticks, [short(tick) + ending for tick in ticks])
     which.set_ticks([], minor=True)
 
 
 def fours(axis: Axes, most: float, none: float | None = None) -> None:
     """Ticks of x at 1, 4, 16, 64 and so on; "none" at a place of its own."""
-    ticks = {4.0**k: _text(4.0**k) for k in range(16) if 4**k <= most}
+    ticks = {4.0**k: short(4.0**k) for k in range(16) if 4**k <= most}
     ticks = ticks if none is None else {none: "none", **ticks}
     axis.set_xticks(list(ticks), list(ticks.values()))
     axis.set_xticks([], minor=True)
@@ -89,14 +64,3 @@ def _fine(low: float, high: float) -> list[float]:
         if len(found) >= _FEWEST:
             break
     return found
-
-
-def _text(value: float) -> str:
-    """1,000 but 10M: long numbers would run into each other.
-
-    >>> [_text(value) for value in (0.001, 1.5, 16, 4096, 1e7, 1e9)]
-    ['0.001', '1.5', '16', '4,096', '10M', '1,000M']
-    """
-    if value >= 1e6:
-        return f"{value / 1e6:,.0f}M"
-    return f"{value:,.0f}" if value >= 1 and value == round(value) else f"{value:g}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bandmf import _check
 from bandmf.randomness.key import Key
-from bandmf.sampling.base import SampledPlan, Sampler
+from bandmf.sampling.base import AccountedPlan, SampledPlan, Sampler
 from bandmf.sampling.bins import BallsInBins
 from bandmf.sampling.cyclic_poisson import CyclicPoisson, poisson_sample
 from bandmf.sampling.fixed_order import FixedOrder, cycle_length, unused_note, used_examples
@@ -27,6 +27,7 @@ __all__ = [
     "cycle_length",
     "poisson_sample",
     "sampler",
+    "sampler_of",
     "unused_note",
     "used_examples",
 ]
@@ -77,3 +78,14 @@ def sampler(plan: SampledPlan, key: Key, examples: int | None = None) -> Sampler
             "plan with adjacency='zero-out' or 'replace', or draw batches of your own",
         )
     return FixedOrder(plan, key, plan_examples)
+
+
+def sampler_of(plan: AccountedPlan, key: Key, examples: int | None = None) -> Sampler:
+    """As `sampler`, for training: its batches must be those that the plan's privacy was computed for."""
+    batches = sampler(plan, key, examples)
+    law = [getattr(batches, name, None) for name in ("cycle", "separation")]
+    if batches.events != plan.events or law != [plan.cycle, plan.separation]:
+        raise ValueError(
+            "plan: its events are not those of its batches; make a new plan with bandmf.plan(...)"
+        )
+    return batches

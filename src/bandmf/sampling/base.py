@@ -41,6 +41,15 @@ class SampledPlan(Protocol):
     def participation(self) -> Participation | None: ...
 
 
+class AccountedPlan(SampledPlan, Protocol):
+    """What tells whether a sampler is the one that the privacy of a plan was computed for."""
+
+    @property
+    def events(self) -> tuple[Event, ...]: ...
+    @property
+    def separation(self) -> int | None: ...
+
+
 class Sampler(Protocol):
     """What a plan's samplers have in common."""
 

@@ -5,20 +5,34 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from bandmf import _extras
 from bandmf.torch.noise.engine import Engine, State
 from bandmf.torch.noise.shards import broadcast_key
 
 if TYPE_CHECKING:
+    from bandmf.torch import clipping, losses
     from bandmf.torch.clipping.check import check
     from bandmf.torch.huggingface.trainer import PrivateTrainer
     from bandmf.torch.training.make_private import Private, make_private
 
-__all__ = ["Engine", "Private", "PrivateTrainer", "State", "broadcast_key", "check", "make_private"]
+__all__ = [
+    "Engine",
+    "Private",
+    "PrivateTrainer",
+    "State",
+    "broadcast_key",
+    "check",
+    "clipping",
+    "losses",
+    "make_private",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name in ("Private", "make_private"):  # on first use: the noise engine alone does not need Opacus
         return getattr(import_module("bandmf.torch.training.make_private"), name)
+    if name in ("clipping", "losses"):
+        return import_module(f"bandmf.torch.{name}")
     if name == "check":
         return import_module("bandmf.torch.clipping.check").check
     if name == "PrivateTrainer":
@@ -30,8 +44,8 @@ def _private_trainer() -> Any:
     try:
         return import_module("bandmf.torch.huggingface.trainer").PrivateTrainer
     except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] not in ("transformers", "accelerate"):
+        package = _extras.package_of(error)
+        if _extras.EXTRA_OF.get(package) != "huggingface":
             raise
-        raise ImportError(
-            f"PrivateTrainer needs {error.name}, which is not installed: pip install 'bandmf[huggingface]'"
-        ) from error
+        remedy = _extras.remedy(package)
+        raise ImportError(f"PrivateTrainer needs {error.name}, which is not installed: {remedy}") from error

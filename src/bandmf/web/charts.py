@@ -6,10 +6,9 @@ from typing import Any
 
 import altair as alt
 
-from bandmf.planning.request import readable_bytes
+from bandmf._text import counted, readable_bytes
 from bandmf.plots.colors import BANDMF, CHOSEN, MECHANISMS, ON_BOTH, TOO_LARGE, color
-from bandmf.web.figures import Mechanism, Point
-from bandmf.web.words import counted
+from bandmf.web.answers import Mechanism, Point
 
 _LONGEST_BAR = 4.0  # times the plan's error; longer ones are cut, and say by how much they are longer
 

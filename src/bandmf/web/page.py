@@ -9,10 +9,11 @@ from typing import Any
 import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
+from bandmf._text import counted, number, readable_bytes
 from bandmf.planning import Candidate, Plan
-from bandmf.planning.request import readable_bytes
-from bandmf.web import charts, figures, words
-from bandmf.web.figures import AUTO, CYCLIC, Mechanism, Needs, Point
+from bandmf.web import answers, charts, sentences
+from bandmf.web.answers import AUTO, CYCLIC, Mechanism, Needs, Point
+from bandmf.web.download import plan_file
 from bandmf.web.question import Question, command, count, python_code
 
 _DELTAS = [float(f"{digit}e-{power}") for power in range(3, 13) for digit in (5, 2, 1)]
@@ -65,7 +66,7 @@ def _inputs() -> Question | None:
         return None
     least = 1 / question.examples
     note.caption(f"The probability with which that may fail. Keep it below 1 / examples = {least:.2g}.")
-    if warning := words.delta_warning(question):
+    if warning := sentences.delta_warning(question):
         st.warning(warning)
     return question
 
@@ -87,10 +88,10 @@ def _budget() -> tuple[float, float, DeltaGenerator]:
     """With the place for a note on delta, which speaks of the examples."""
     epsilon = st.slider("Epsilon", 0.1, 20.0, 4.0, 0.1, key="epsilon")
     st.caption(
-        f"How much a trained model may give away about any one example: {words.epsilon_in_words(epsilon)}. "
+        f"How much a trained model may give away about any one example: {sentences.epsilon_in_words(epsilon)}. "
         "Smaller is more private and takes more noise."
     )
-    delta = st.select_slider("Delta", _DELTAS, 1e-6, format_func=lambda value: f"{value:g}", key="delta")
+    delta = st.select_slider("Delta", _DELTAS, 1e-6, format_func=number, key="delta")
     return epsilon, delta, st.empty()
 
 
@@ -144,7 +145,7 @@ def _answers(question: Question) -> None:
         with st.container():
             _results(made, question, sampling)
         with sentence:
-            st.info(words.against_dp_sgd(made, _needs(made)))
+            st.info(sentences.against_dp_sgd(made, _needs(made)))
     with certifying:
         _certify(question, made, sampling)
     _mechanisms(question, made, table)
@@ -177,7 +178,7 @@ def _searched(question: Question) -> Plan | None:
             )
 
     try:
-        made = figures.cyclic(question, progress)
+        made = answers.cyclic(question, progress)
     except (ValueError, ArithmeticError) as error:
         line.error(f"{error}")
         return None
@@ -192,19 +193,17 @@ def _numbers(made: Plan, question: Question) -> None:
     if made.dp_sgd_ratio is not None and made.bands > 1:
         against = f"{1 / made.dp_sgd_ratio - 1:.0%} vs. DP-SGD"
     error.metric("Error", f"{made.mean_rmse:.3g}", against, delta_color="inverse", border=True)
-    name = "DP-SGD" if made.bands == 1 else f"{made.bands} bands"
+    name = "DP-SGD" if made.bands == 1 else counted(made.bands, "band")
     if made.in_bins:
         name = {"blt": "BLT", "banded-inverse": "Inverse"}.get(made.mechanism, name)
     _quiet_metric(correlation, "Noise", name, f"multiplier {made.noise_multiplier:.3g}")
-    vectors = words.counted(made.vectors, "vector")
+    vectors = counted(made.vectors, "vector")
     held = vectors if made.memory is None else readable_bytes(made.memory)
-    _quiet_metric(
-        memory, "Noise memory", held, f"{made.vectors} vectors" if made.memory else "on each device"
-    )
+    _quiet_metric(memory, "Noise memory", held, vectors if made.memory else "on each device")
     _quiet_metric(privacy, "Privacy", f"ε = {made.epsilon:g}", "certified", "green")
     st.caption(
-        f"For {words.length(question, made.steps)}. Error: standard deviation of the noise in the running sum of mean "
-        "gradients, for each parameter, at clip norm 1. Memory: on each device, in vectors of the model's size."
+        f"For {sentences.length(question, made.steps)}. Error: standard deviation of the noise in the running sum of "
+        "mean gradients, for each parameter, at clip norm 1. Memory: on each device, in vectors of the model's size."
     )
 
 
@@ -214,7 +213,7 @@ def _quiet_metric(place: DeltaGenerator, label: str, value: str, note: str, colo
 
 @st.cache_data(max_entries=200, show_spinner=False)
 def _needs_of(digest: str, _made: Plan) -> Needs:
-    return figures.dp_sgd_needs(_made)
+    return answers.dp_sgd_needs(_made)
 
 
 def _needs(made: Plan) -> Needs:
@@ -223,7 +222,7 @@ def _needs(made: Plan) -> Needs:
 
 def _bands(made: Plan, question: Question) -> DeltaGenerator:
     """The curve as far as the plan knows it; returns its place, for a smoother one."""
-    points = figures.curve(made, question)
+    points = answers.curve(made, question)
     st.subheader("How many bands", anchor=False)
     st.caption(
         "Noise that is correlated over more steps cancels better, but examples can hide less in random batches. "
@@ -237,7 +236,7 @@ def _bands(made: Plan, question: Question) -> DeltaGenerator:
 
 @st.cache_data(max_entries=200, show_spinner=False)
 def _octaves(digest: str, question: Question, _made: Plan) -> list[Point]:
-    return figures.octaves(_made, question)
+    return answers.octaves(_made, question)
 
 
 def _certify(question: Question, made: Plan | None, sampling: str) -> None:
@@ -269,7 +268,7 @@ def _run_certification(question: Question) -> None:
             line.write(f"{text[0].upper()}{text[1:]}")
 
         try:
-            st.session_state["certified"][question] = figures.certified(question, progress)
+            st.session_state["certified"][question] = answers.certified(question, progress)
         except (ValueError, ArithmeticError) as error:
             status.update(label="Not certified", state="error")
             line.error(f"{error}")
@@ -297,15 +296,15 @@ def _mechanisms(question: Question, made: Plan | None, place: DeltaGenerator) ->
 
 def _each(question: Question, made: Plan | None) -> Iterator[Mechanism]:
     if made is not None:
-        yield from figures.of_plan(made, question)
+        yield from answers.of_plan(made, question)
     if made is None or not made.in_bins:
         yield from _glanced(question)
-    yield from figures.unamplified(question)
+    yield from answers.unamplified(question)
 
 
 @st.cache_data(max_entries=200, show_spinner=False)
 def _glanced(question: Question) -> list[Mechanism]:
-    return list(figures.in_bins(question))
+    return list(answers.in_bins(question))
 
 
 def _note(question: Question, made: Plan | None, rows: list[Mechanism]) -> str:
@@ -314,7 +313,7 @@ def _note(question: Question, made: Plan | None, rows: list[Mechanism]) -> str:
         return f"{text} Pale bars are estimates from few samples, a few percent too high."
     if made is not None and made.in_bins:
         return text
-    return f"{text} Balls-in-bins {figures.bins_obstacle(question)}."
+    return f"{text} Balls-in-bins {answers.bins_obstacle(question)}."
 
 
 # --- to take away -----------------------------------------------------------------------------------------
@@ -324,7 +323,7 @@ def _results(made: Plan, question: Question, sampling: str) -> None:
     st.subheader("Take it with you", anchor=False)
     file, code, line, explained = st.tabs(["Plan file", "Python", "Command line", "In words"])
     with file:
-        download = figures.plan_file(made)
+        download = plan_file(made)
         st.markdown('Training reads it with `bandmf.Plan.load("plan.json")`, which checks it again.')
         st.download_button("Download the plan", download.contents, download.name, on_click="ignore")
         st.caption(f"SHA-256 of the plan: {made.digest}")

@@ -37,9 +37,7 @@ class Question:
 
     def request(self, sampling: str | None = None) -> Request:
         """The checked request; ValueError says what makes no sense."""
-        empty: dict[str, Any] = dict.fromkeys(signature(checked_request).parameters)
-        usual = {"adjacency": "add-remove", "mechanism": "auto", "sampling": sampling}
-        return checked_request(**(empty | vars(self) | usual))
+        return checked_request(**vars(self), sampling=sampling)
 
 
 def count(name: str, text: str) -> int | None:

@@ -38,8 +38,8 @@ _PREFIX = "history of "
 
 def save(run: Run, tree: Any) -> Path:
     """Write a checkpoint."""
-    folder, first = _folder(run), run.processes.on_first
-    name = run.on_ledger(lambda ledger: f"{ledger.number:010d}")
+    folder, first = _folder(run), run._processes.on_first
+    name = run._on_ledger(lambda ledger: f"{ledger.number:010d}")
     target, draft = folder / name, folder / f".writing-{name}"
     if first(target.exists):
         return target  # nothing was released since
@@ -47,7 +47,7 @@ def save(run: Run, tree: Any) -> Path:
     salt = first(sealing.fresh_salt)
     leaves, state = _parts(tree)
     history = _history(state)
-    written = [*leaves.values(), *(_xor(state, name, run.key, salt) for name in history)]
+    written = [*leaves.values(), *(_xor(state, name, run._key, salt) for name in history)]
     if arrays := {f"{k:05d}": leaf for k, leaf in enumerate(written) if leaf.size}:
         with _orbax() as orbax:
             orbax.save((draft / ARRAYS).absolute(), arrays)
@@ -56,14 +56,14 @@ def save(run: Run, tree: Any) -> Path:
     contents = {"salt": salt, "noise": state.noise.provenance.dumps(), "shapes": shapes}
     first(lambda: create_secret(draft / CONTENTS, json.dumps(contents).encode()))
     names = first(lambda: _on_disk(draft))
-    checkpoints.add_seal(draft, names, run.steps_taken, run.ledger, run.key, run.processes)
+    checkpoints.add_seal(draft, names, run.steps_taken, run.ledger, run._key, run._processes)
     first(lambda: checkpoints.publish(draft, target))
     return target
 
 
 def restore(run: Run, tree: Any) -> Any:
     """The last checkpoint, laid out like `tree`; `tree` itself if there is none."""
-    found = run.processes.on_first(lambda: seal.checkpoints(_folder(run)))
+    found = run._processes.on_first(lambda: seal.checkpoints(_folder(run)))
     if not found:
         given = int(_parts(tree)[1].step)
         if given != run.steps_taken:
@@ -72,7 +72,7 @@ def restore(run: Run, tree: Any) -> Any:
                 "go on with what run.release returned last, or open the run again and begin as it began",
             )  # fmt: skip
         return tree
-    known = checkpoints.verify(found[-1], run.run_id, run.ledger, run.processes)
+    known = checkpoints.verify(found[-1], run.run_id, run.ledger, run._processes)
     contents = json.loads((found[-1] / CONTENTS).read_bytes())
     leaves, state = _parts(tree)
     own = known.run_id == run.run_id
@@ -86,8 +86,12 @@ def restore(run: Run, tree: Any) -> Any:
         # In the place of the old ones, on every device; what was prepared is computed again.
         step, refreshed = noise.step * 0 + known.step, jnp.asarray(noise.refreshed) * 0 - 1
         noise = replace(noise, step=step, refreshed=refreshed)
-        state = replace(state, noise=noise, provenance=run.words.copy() if known.step else state.provenance)
-        plain = {name: _xor(state, _PREFIX + name, run.key, contents["salt"]) for name in state.noise.history}
+        state = replace(
+            state, noise=noise, provenance=run._secrets.run.copy() if known.step else state.provenance
+        )
+        plain = {
+            name: _xor(state, _PREFIX + name, run._key, contents["salt"]) for name in state.noise.history
+        }
         state = replace(state, noise=replace(state.noise, history=plain))
         run.steps_taken = known.step
     # Otherwise this is a copy, which begins a run of its own: weights are a start like any other, noise and steps new.

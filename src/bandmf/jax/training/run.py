@@ -10,7 +10,6 @@ Guarantees:
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,12 +28,12 @@ from bandmf.jax.training.chunks import Chunk
 from bandmf.jax.training.continuity import Continuity
 from bandmf.jax.training.mistakes import explained
 from bandmf.jax.training.processes import Processes
-from bandmf.jax.training.words import Words, examined
+from bandmf.jax.training.secrets import Secrets, examined
 from bandmf.ledger import Ledger
-from bandmf.ledger.run_folder import Opened
-from bandmf.planning import Plan
+from bandmf.ledger.run_folder import Opened, provenance
+from bandmf.planning import Plan, checked_plan
 from bandmf.randomness.key import Key
-from bandmf.sampling import sampler
+from bandmf.sampling import sampler_of
 
 _TOGETHER = (
     "they train one model: begin with the same weights, and give run.batches a sharding that cuts the rows"
@@ -77,39 +76,31 @@ class Run:
         moved: str | None = None,
         examples: int | None = None,
     ) -> None:
-        if not isinstance(plan, Plan):
-            raise _check.fail("plan", type(plan).__name__, "must be a Plan", "make one with bandmf.plan(...)")
-        self.plan = copy.copy(
-            plan
-        )  # by its constructor, which checks everything again; and nothing is cached
+        self.plan = checked_plan(plan)
         self.folder = None if folder is None else Path(folder)
-        self.processes = Processes()
+        self._processes = Processes()
         self._same_everywhere("plan", self.plan.digest, "plan once, and load that plan everywhere")
-        self._opened = Opened(self.folder, key, moved, self.processes)
+        self._opened = Opened(self.folder, key, moved, self._processes)
         self.run_id = self._opened.run_id
-        self.sampler = sampler(self.plan, self._opened.run_key, examples)
-        law = [getattr(self.sampler, name, None) for name in ("cycle", "separation")]
-        if self.sampler.events != self.plan.events or law != [self.plan.cycle, self.plan.separation]:
-            raise ValueError(
-                "plan: its events are not those of its batches; make a new plan with bandmf.plan(...)"
-            )
+        self._key = self._opened.run_key  # which its noise, batches and encryption derive from
+        self._sampler = sampler_of(self.plan, self._key, examples)
         self.steps_taken = 0
-        self._steps_spent = self.on_ledger(lambda ledger: ledger.steps_spent)
+        self._steps_spent = self._on_ledger(lambda ledger: ledger.steps_spent)
         self._unsure = False  # whether the ledger was interrupted while it wrote
         self._begun: float | None = None  # with this clip norm
         self._batch: Batch | Chunk | None = None  # drawn, and not yet released
         self._passes, self._restored = 0, 0  # how many there were; the one that began with `restore`
         self._last: Any = None  # the digest of the sum of the last step
-        self._words, self._noise = Words(self._opened.run_key), Continuity()
+        self._secrets, self._noise = Secrets(self._key), Continuity()
         self._examine = jax.jit(examined)
         self._programs = chunks.Programs()
 
     def _same_everywhere(self, name: str, value: Any, remedy: str) -> None:
         """Refuse processes that would train differently. Values are not shown: some tell who is in a batch."""
-        for rank, other in enumerate(self.processes.gather(value)):
+        for rank, other in enumerate(self._processes.gather(value)):
             if other != value:
                 raise ValueError(
-                    f"{name}: process {rank} has another than process {self.processes.rank}; {remedy}"
+                    f"{name}: process {rank} has another than process {self._processes.rank}; {remedy}"
                 )
 
     # --- where it is --------------------------------------------------------------------------------------
@@ -118,16 +109,6 @@ class Run:
     def ledger(self) -> Ledger | None:
         """The record of released steps (on process 0)."""
         return self._opened.ledger
-
-    @property
-    def key(self) -> Key:
-        """The key of the run, which its noise, batches and encryption derive from."""
-        return self._opened.run_key
-
-    @property
-    def words(self) -> jax.Array:
-        """What a state of this run has as its provenance."""
-        return self._words.run
 
     @property
     def finished(self) -> bool:
@@ -142,8 +123,7 @@ class Run:
         ledger = self.ledger
         # After Ctrl-C a line may be on the disk and not in memory; other processes have no ledger.
         own = self._steps_spent if ledger is None or self._unsure else ledger.steps_spent
-        steps = [*self._opened.inherited_steps, own]
-        return sum(self.plan.spent_after(each) for each in steps)
+        return self._opened.spent(self.plan, own)
 
     # --- batches ------------------------------------------------------------------------------------------
 
@@ -158,7 +138,7 @@ class Run:
         """
         source = self._source(data, capacity, sharding)
         for mine in self._turns():
-            batch = Batch(self.steps_taken, self.sampler.batch(self.steps_taken), source)
+            batch = Batch(self.steps_taken, self._sampler.batch(self.steps_taken), source)
             self._batch = batch
             yield batch
             self._check_released(mine)
@@ -174,14 +154,14 @@ class Run:
         for mine in self._turns():
             end = min(self.steps_taken + steps, self.plan.steps)
             chunk = Chunk(
-                self.steps_taken, [self.sampler.batch(i) for i in range(self.steps_taken, end)], source
+                self.steps_taken, [self._sampler.batch(i) for i in range(self.steps_taken, end)], source
             )
             self._batch = chunk
             yield chunk
             self._check_released(mine)
 
     def _source(self, data: Any, capacity: int | None, sharding: NamedSharding | None) -> Source:
-        return Source(data, self.sampler.examples, self.plan.batch_size, capacity, sharding)
+        return Source(data, self._sampler.examples, self.plan.batch_size, capacity, sharding)
 
     def _turns(self) -> Iterator[int]:
         self._passes += 1
@@ -221,8 +201,7 @@ class Run:
         total.check_whole()
         state = self._state_in(arguments)
         self._begin(state)
-        words = self._words
-        found, finite = self._examine(total, words.seeds)
+        found, finite = self._examine(total, self._secrets.seeds)
         if not finite:
             raise ValueError(
                 f"step={batch.step}: a sum of gradients is not finite; nothing was released: clip with clipped_gradient"
@@ -235,7 +214,8 @@ class Run:
             lambda ledger: ledger.release(batch.step, batch._indices.tobytes(), known.tobytes()),
         )
         with explained():
-            result = update(total, *arguments, secret=words.secret(self.plan, batch.step, jnp.asarray(known)))
+            secret = self._secrets.of_step(self.plan, batch.step, jnp.asarray(known))
+            result = update(total, *arguments, secret=secret)
         self.steps_taken, self._batch, self._last = batch.step + 1, None, known
         self._noise.remember(result)
         return result
@@ -250,18 +230,18 @@ class Run:
         _check_outside(carry)
         state = self._state_in(carry)
         self._begin(state)
-        secret, carry = self._words.secret(self.plan, chunk.step), chunks.as_stored(carry)
+        secret, carry = self._secrets.of_step(self.plan, chunk.step), chunks.as_stored(carry)
         with explained():
             program = self._programs.compiled(advance, chunk, carry, secret)
         decides = chunks.deciding(carry), chunk.rows
-        inputs = self._words.digest(decides) + program.identity + chunk.indices
+        inputs = self._secrets.digest(decides) + program.identity + chunk.indices
         self._same_everywhere("inputs of the chunk", inputs, _TOGETHER)
         end = chunk.step + chunk.count
         self._record(end, lambda ledger: ledger.reserve(chunk.step, chunk.count, inputs))
         result, digests = program.run(secret, chunk.rows, carry)
         sums = [each.tobytes() for each in np.asarray(digests)]
         self._same_everywhere("digests of the sums", sums, _TOGETHER)
-        self.on_ledger(lambda ledger: ledger.finish(chunk.step, list(zip(chunk.batches, sums, strict=True))))
+        self._on_ledger(lambda ledger: ledger.finish(chunk.step, list(zip(chunk.batches, sums, strict=True))))
         self.steps_taken, self._batch, self._last = end, None, None
         self._noise.remember(result)
         return result
@@ -270,7 +250,7 @@ class Run:
         """Let the ledger record the steps before `end`; they count from then on, if it is not refused."""
         before, self._steps_spent, self._unsure = self._steps_spent, max(self._steps_spent, end), True
         try:
-            self.on_ledger(action)
+            self._on_ledger(action)
         except Exception:
             self._steps_spent, self._unsure = before, False
             raise
@@ -295,14 +275,14 @@ class Run:
                 "to go on from a checkpoint, use run.restore",
             )  # fmt: skip
         own = np.asarray(state.provenance)
-        if self.steps_taken and not np.array_equal(own, np.asarray(self._words.run)):
+        if self.steps_taken and not np.array_equal(own, np.asarray(self._secrets.run)):
             raise ValueError("state: belongs to another run; to go on from a checkpoint, use run.restore")
         if self._last is not None and not np.array_equal(np.asarray(state.digest), self._last):
             raise ValueError(
                 f"step={self.steps_taken - 1}: privatize was given another sum than run.release, so its result is NaN; "
                 "nothing may come before privatize in a chain, and release passes its total on as it is"
             )
-        self._noise.check(state, self._words.digest)
+        self._noise.check(state, self._secrets.digest)
         return state
 
     def _one_state(self, tree: Any) -> PrivateState:
@@ -327,15 +307,13 @@ class Run:
         """Begin the run on the disk, when it is known what it does; or check that it goes on so."""
         if self._begun is None:
             self._check_memory(state)
-            provenance = {
-                "plan": self.plan.digest, "steps": self.plan.steps, "key": self._opened.run_key.fingerprint,
-                "clip_norm": state.clip_norm, "per_layer": False, "sampler": self.sampler.provenance,
-                "examples": self.sampler.examples,
-            }  # fmt: skip
             self._same_everywhere("clip_norm", state.clip_norm, "give all processes one clip norm")
-            self._opened.begin(provenance, self.plan)
+            begun = provenance(
+                self.plan, self._key, self._sampler, clip_norm=state.clip_norm, per_layer=False
+            )
+            self._opened.begin(begun, self.plan)
             self._begun = state.clip_norm
-            self._steps_spent = self.on_ledger(lambda ledger: ledger.steps_spent)
+            self._steps_spent = self._on_ledger(lambda ledger: ledger.steps_spent)
         if state.clip_norm != self._begun:
             raise _check.fail("clip_norm", state.clip_norm, f"the run began with {self._begun}")
 
@@ -349,14 +327,14 @@ class Run:
         if self.plan.memory_limit is not None and self.plan.devices > jax.device_count():
             raise _check.fail("plan.devices", self.plan.devices, f"there are {jax.device_count()} devices")
 
-    def on_ledger(self, action: Callable[[Ledger], Any]) -> Any:
+    def _on_ledger(self, action: Callable[[Ledger], Any]) -> Any:
         """What process 0 does with the ledger; its result comes to every process."""
 
         def act() -> Any:
             assert self._opened.ledger is not None
             return action(self._opened.ledger)
 
-        return self.processes.on_first(act)
+        return self._processes.on_first(act)
 
     # --- checkpoints --------------------------------------------------------------------------------------
 

@@ -20,14 +20,19 @@ __all__ = ["Bookkeeping", "Clipping", "Outer", "Parameters", "Rows", "make_clipp
 MODES = ("auto", "bookkeeping", "hooks", "functorch")
 
 
+def checked_mode(mode: str) -> str:
+    """One of MODES; of an old name, with a warning for who called the function that calls this one."""
+    if mode == "ghost":
+        warn("clipping='ghost'", "clipping='bookkeeping'", depth=4)
+        return "bookkeeping"
+    return _check.choice("clipping", mode, MODES)
+
+
 def make_clipping(
     mode: str, model: nn.Module, parameters: Parameters, clip_norm: float, per_layer: bool
 ) -> Clipping:
     """The clipping for a mode. "auto" is book-keeping, and Opacus's hooks where a layer cannot be described."""
-    if mode == "ghost":
-        warn("clipping='ghost'", "clipping='bookkeeping'")
-        mode = "bookkeeping"
-    _check.choice("clipping", mode, MODES)
+    mode = checked_mode(mode)
     sharded = any(isinstance(parameter, DTensor) for parameter in parameters.values())
     if sharded and mode in ("hooks", "functorch"):
         raise _check.fail(

@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from bandmf.torch.clipping.products import (
@@ -31,6 +31,7 @@ from bandmf.torch.clipping.products import (
     live_places,
     product,
     times,
+    unfold,
     wide,
 )
 from bandmf.torch.noise.precision import exact
@@ -246,9 +247,8 @@ class Patches:
             for part, outer in self.portions():
                 outer.add_to(total, factors[part], scale)
             return
-        gradient = self.gradient.to(total.dtype) * (scale * factors.to(total.dtype)).view(
-            -1, *[1] * (self.gradient.ndim - 1)
-        )
+        factors = (scale * factors.to(total.dtype)).view(-1, *[1] * (self.gradient.ndim - 1))
+        gradient = factors * self.gradient.to(total.dtype)
         layer, plain = self.layer, [0] * (self.gradient.ndim - 2)
         with exact():
             _, weight, _ = torch.ops.aten.convolution_backward(
@@ -276,14 +276,8 @@ class Totals:
     @property
     def kind(self) -> Any:
         """What those have in common that are found together."""
-        return (
-            self.gradient.shape,
-            self.gradient.dtype,
-            self.gradient.device,
-            self.epsilon,
-            self.centered,
-            (None if self.input is None else self.input.dtype),
-        )
+        g, of_input = self.gradient, None if self.input is None else self.input.dtype
+        return g.shape, g.dtype, g.device, self.epsilon, self.centered, of_input
 
     def now(self) -> Tensor:
         dtype, g = wide(self.gradient.dtype), self.gradient
@@ -296,18 +290,6 @@ class Totals:
 
 
 Contribution = Outer | Rows | Patches | Tensor
-
-
-def unfold(padded: Tensor, layer: nn.Module, outputs: torch.Size) -> Tensor:
-    """The patches that a convolution sees, (examples, channels, places in the kernel, *outputs), as one copy."""
-    padded = padded.contiguous()
-    kernel, stride, dilation = (getattr(layer, name) for name in ("kernel_size", "stride", "dilation"))
-    batch, channel, *space = padded.stride()
-    inside = [step * by for step, by in zip(space, dilation, strict=True)]
-    across = [step * by for step, by in zip(space, stride, strict=True)]
-    shape = (*padded.shape[:2], *kernel, *outputs)
-    view = padded.as_strided(shape, (batch, channel, *inside, *across))
-    return view.reshape(*padded.shape[:2], -1, *outputs)
 
 
 def settle(terms: dict[str, list[Contribution | Totals]]) -> dict[str, list[Contribution]]:

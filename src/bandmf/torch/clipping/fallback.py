@@ -19,10 +19,8 @@ if TYPE_CHECKING:
     from bandmf.torch.clipping.recording import Layer
 
 Seen = dict[Any, set[int]]
-_ROUNDING, _HALF = (
-    1e-3,
-    5e-2,
-)  # relative differences of sums that rounding explains; those of less than float32
+_ROUNDING = 1e-3  # relative difference of sums that rounding explains
+_HALF = 5e-2  # the same in less than float32
 _HEAVIEST = 100.0  # times what an ordinary example counts in a sum that is checked
 _MOST = 4  # tensors in doubt: 16 guesses
 _REMEDY = "give what all examples share a first dimension of 1, or register a rule for this layer"

@@ -33,7 +33,7 @@ class Finding:
 
 
 class UnsupportedError(ValueError):
-    """Book-keeping cannot describe a layer; another way of clipping may."""
+    """Book-keeping cannot describe a layer; another mode of clipping may."""
 
 
 class UnfitError(UnsupportedError):
@@ -68,6 +68,7 @@ def mixing(modules: dict[str, nn.Module]) -> Iterator[Finding]:
 
 
 def _mixes(module: Any) -> tuple[str, str] | None:
+    """Why a layer mixes or remembers examples, and what to use instead; None if it does not."""
     if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
         return (
             "which mixes the examples of a batch, trainable or not: one example would change the gradients of all",
@@ -112,10 +113,11 @@ def shared_memory(model: nn.Module) -> Iterator[Finding]:
             )
 
 
-# --- layers that a way of clipping cannot describe ------------------------------------------------------------
+# --- layers that a mode of clipping cannot describe -----------------------------------------------------------
 
 
 def bare_parameter(name: str) -> Finding:
+    """A parameter that the model itself owns, where no layer is called."""
     return Finding(
         name,
         "is a parameter of the model itself, which no layer describes",
@@ -125,6 +127,7 @@ def bare_parameter(name: str) -> Finding:
 
 
 def two_dimensions(path: str, other: str) -> Finding:
+    """One module in two places, of which one has the examples first and the other second."""
     return Finding(
         path,
         f"is also {other!r}, where the examples are another dimension",
@@ -134,6 +137,7 @@ def two_dimensions(path: str, other: str) -> Finding:
 
 
 def changed_in_a_batch(name: str, when: str = "changed between the start of a batch and its step") -> Finding:
+    """A buffer, parameter or module that follows the data, as running statistics do."""
     return Finding(
         name,
         f"{when}, by data and without noise",
@@ -189,6 +193,7 @@ def used_by_function(name: str, layer: str, called: bool) -> RuntimeError:
 
 
 def edited(name: str) -> str:
+    """The warning, or error, for a `.grad` that something else than a backward pass has written."""
     return (
         f"{name!r}: its .grad was written outside of backward(); to clip, scale or set the sum of gradients has no "
         "effect on private training, which clips each example to clip_norm and fills .grad in optimizer.step(): take "
@@ -197,6 +202,7 @@ def edited(name: str) -> str:
 
 
 def extra_forward(name: str) -> RuntimeError:
+    """Opacus's hooks pair each forward pass with a backward pass, and one of them is missing."""
     return RuntimeError(
         f"{name!r} was used in more forward passes than backward passes: with clipping='hooks' or 'functorch' every "
         "forward pass of a batch needs its backward pass; run the model once more inside torch.no_grad(), or use "
@@ -205,6 +211,7 @@ def extra_forward(name: str) -> RuntimeError:
 
 
 def second_backward() -> RuntimeError:
+    """Opacus's hooks keep the gradients of one backward pass."""
     return RuntimeError(
         "a second backward pass on the same batch: with clipping='hooks' or 'functorch' optimizer.step() must follow "
         "every backward pass; add the losses up and call backward() once, or use clipping='bookkeeping', which adds "
@@ -213,6 +220,7 @@ def second_backward() -> RuntimeError:
 
 
 def late_backward() -> RuntimeError:
+    """A graph of an earlier batch, which was kept, is gone through again."""
     return RuntimeError(
         "a backward pass went through a batch of an earlier step, whose examples would count once more; call "
         "loss.backward() before the optimizer.step() of the same batch"

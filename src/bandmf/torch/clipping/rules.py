@@ -1,7 +1,8 @@
 """How each kind of layer describes the gradients of single examples.
 
 A rule is a function of the layer, its input `a` and the gradient `g` of its output, both with the examples as
-first dimension; it returns a contribution for each of the layer's own parameters. A rule for a layer of your own:
+first dimension; it returns a contribution for each of the layer's own parameters. In what the rules below say, a_t
+and g_t are of one example, at one place t (a token, a pixel). A rule for a layer of your own:
 
     >>> from torch import nn
     >>> class Scale(nn.Module):
@@ -88,16 +89,18 @@ def total(per_place: Tensor) -> Tensor | Totals:
 
 
 def _bias(layer: nn.Module, gradients: Tensor | Totals) -> Described:
+    """A bias is added to every output, so its gradient is sum_t g_t; nothing, if there is none."""
     return {} if getattr(layer, "bias", None) is None else {"bias": gradients}
 
 
 @rule(nn.Linear)
 def linear(layer: Any, a: Tensor, g: Tensor) -> Described:
+    """y_t = W a_t + b at every place t: the gradient of W is sum_t g_t a_t', that of b is sum_t g_t."""
     return {"weight": Outer(g, a, is_thin=_is_thin(layer, a)), **_bias(layer, total(g))}
 
 
 def transposed_linear(layer: Any, a: Tensor, g: Tensor) -> Described:
-    """transformers' Conv1D, whose weight is (in, out)."""
+    """transformers' Conv1D, y_t = W' a_t + b, whose W is (in, out): sum_t a_t g_t' and sum_t g_t."""
     return {"weight": Outer(a, g, is_thin=_is_thin(layer, a)), **_bias(layer, total(g))}
 
 
@@ -109,6 +112,7 @@ def _is_thin(layer: Any, a: Tensor) -> bool:
 
 @rule(nn.Embedding)
 def embedding(layer: Any, a: Tensor, g: Tensor) -> Described:
+    """y_t = W[a_t]: row v of the gradient is the sum of the g_t with a_t = v; that of padding_idx is zero."""
     g = g.reshape(len(a), -1, g.shape[-1])
     indices = a.reshape(len(a), -1)
     if layer.padding_idx is not None:
@@ -118,6 +122,7 @@ def embedding(layer: Any, a: Tensor, g: Tensor) -> Described:
 
 @rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def convolution(layer: Any, a: Tensor, g: Tensor) -> Described:
+    """y_t = W p_t + b with patches p_t of the padded input: sum_t g_t p_t', in each group by itself, and sum_t g_t."""
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     patches = Patches(functional.pad(a, layer._reversed_padding_repeated_twice, mode=mode), g, layer)
     shape = layer.weight.shape
@@ -147,6 +152,7 @@ def grouped(patches: Patches, shape: torch.Size) -> Tensor:
 
 @rule(nn.LayerNorm)
 def layer_norm(layer: Any, a: Tensor, g: Tensor) -> Described:
+    """y_t = w * n_t + b, n_t = (a_t - mean) / sqrt(variance + eps): sum_t g_t * n_t and sum_t g_t, by coordinate."""
     if len(layer.normalized_shape) == 1 and a.ndim > 2:
         a, g = a.flatten(1, -2), g.flatten(1, -2)
         return {"weight": Totals(g, a, layer.eps), **_bias(layer, Totals(g))}
@@ -162,7 +168,7 @@ def layer_norm(layer: Any, a: Tensor, g: Tensor) -> Described:
 
 @rule(nn.RMSNorm)
 def rms_norm(layer: Any, a: Tensor, g: Tensor) -> Described:
-    """Torch's, and those of transformers: weight * normal or (1 + weight) * normal."""
+    """y_t = w * n_t (Gemma: (1 + w) * n_t), n_t = a_t / sqrt(mean of a_t^2 + eps): sum_t g_t * n_t, by coordinate."""
     if layer.weight.ndim == 1 and a.ndim > 2:
         return {"weight": Totals(g.flatten(1, -2), a.flatten(1, -2), _epsilon(layer, a), centered=False)}
     x = a.to(wide(a.dtype))
@@ -174,6 +180,7 @@ def rms_norm(layer: Any, a: Tensor, g: Tensor) -> Described:
 
 
 def _epsilon(layer: nn.Module, a: Tensor) -> float:
+    """What is added to the mean square; torch and transformers have different names for it."""
     for name in ("variance_epsilon", "eps"):
         if (value := getattr(layer, name, None)) is not None:
             return float(value)
@@ -190,17 +197,19 @@ def _is_rms_norm(layer: nn.Module) -> bool:
 
 @rule(nn.GroupNorm)
 def group_norm(layer: Any, a: Tensor, g: Tensor) -> Described:
+    """y = w * n + b by channel, with n normalized within each group of channels: sum_t g_t * n_t and sum_t g_t."""
     normal = functional.group_norm(a, layer.num_groups, eps=layer.eps)
     return _by_channel(layer, normal, g)
 
 
 @rule(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 def instance_norm(layer: Any, a: Tensor, g: Tensor) -> Described:
-    """Without running statistics, which are refused elsewhere."""
+    """As group_norm with a group for each channel; running statistics are refused elsewhere."""
     return _by_channel(layer, functional.instance_norm(a, eps=layer.eps), g)
 
 
 def _by_channel(layer: nn.Module, normal: Tensor, g: Tensor) -> Described:
+    """Sums over all places t behind the channels."""
     dtype = wide(g.dtype)
     weight = (g * normal).flatten(2).sum(2, dtype=dtype) if g.ndim > 2 else (g * normal).to(dtype)
     bias = g.flatten(2).sum(2, dtype=dtype) if g.ndim > 2 else g.to(dtype)

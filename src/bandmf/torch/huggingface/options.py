@@ -106,8 +106,8 @@ def checked(args: TrainingArguments, plan: Plan) -> TrainingArguments:
     _check_length(args, plan)
     args = copy.copy(args)
     args.max_steps = plan.steps
-    if plan.examples is not None:
-        args.num_train_epochs = _epochs(plan.steps, plan.examples, plan)
+    if plan.epochs is not None:
+        args.num_train_epochs = plan.epochs
     args.max_grad_norm = 0.0
     args.save_only_model = True  # the rest of a checkpoint is in the run folder, encrypted
     return args
@@ -180,10 +180,6 @@ def _check_length(args: TrainingArguments, plan: Plan) -> None:
     if abs(args.num_train_epochs * plan.examples / plan.batch_size - plan.steps) > 1:
         raise _check.fail(
             "num_train_epochs", args.num_train_epochs,
-            f"the plan has {plan.steps} steps, which are {_epochs(plan.steps, plan.examples, plan):.3g} epochs",
+            f"the plan has {plan.steps} steps, which are {plan.epochs:.3g} epochs",
             "leave it out, or make a plan with as many epochs",
         )  # fmt: skip
-
-
-def _epochs(steps: int, examples: int, plan: Plan) -> float:
-    return steps * plan.batch_size / examples

@@ -28,7 +28,7 @@ from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArgum
 from transformers.trainer_utils import TrainOutput
 
 from bandmf import _check
-from bandmf.planning import Plan
+from bandmf.planning import Plan, checked_plan
 from bandmf.randomness.key import Key
 from bandmf.torch.huggingface import heads, options
 from bandmf.torch.huggingface.progress import Progress
@@ -42,22 +42,66 @@ _WITHOUT_NOISE = ("loss", "grad_norm", "train_loss", "total_flos")  # what the T
 class PrivateTrainer(Trainer):
     """transformers.Trainer for private training: a plan and a clip norm in, everything else as in Trainer.
 
-        plan = bandmf.plan(epsilon=8, delta=1e-5, examples=len(data), batch_size=256, epochs=3)
-        trainer = PrivateTrainer(model, args, train_dataset=data, plan=plan, clip_norm=1.0)
-        trainer.train()
+    >>> import tempfile
+    >>> import bandmf
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> texts = [{"input_ids": torch.tensor([1, 2, k % 3]), "labels": torch.tensor([1, 2, k % 3])} for k in range(40)]
+    >>> config = GPT2Config(vocab_size=3, n_positions=4, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    >>> plan = bandmf.plan(epsilon=8, delta=1e-5, examples=40, batch_size=8, steps=5, bands=2)
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> args = TrainingArguments(folder.name, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no")
+    >>> model = GPT2LMHeadModel(config)
+    >>> trainer = PrivateTrainer(model, args, train_dataset=texts, plan=plan, clip_norm=1.0)
+    >>> trainer.train().global_step  # doctest: +ELLIPSIS
+    {'train_runtime': ..., 'epsilon': ..., 'epoch': ...}
+    5
+    >>> trainer.private.finished, trainer.spent() <= plan.epsilon
+    (True, True)
 
-    `per_device_train_batch_size` is the physical batch: how many examples are in memory at once. The plan decides about
-    batches and steps. `compute_loss_func`, if given, returns one loss for each example. `run_folder` keeps key, ledger
-    and checkpoints, written when the Trainer saves; `train(resume_from_checkpoint=True)` goes on from there.
-    `may_end_early` allows training to end before the plan does. `key`, `moved`, `clipping`, `per_layer` and `self_test`
-    are those of make_private; `trainer.private` is what it returns.
+    Args:
+        model: What is trained, in place. Freeze what is not to be trained before (`requires_grad_(False)`).
+        args: TrainingArguments. `per_device_train_batch_size` is the physical batch: how many examples are in memory
+            at once. The plan decides about batches and steps. Options that a private run cannot honor are refused.
+        data_collator: As in Trainer, mapping a list of examples to a batch with one row for each.
+        train_dataset: The private examples, by index: as many as the plan says.
+        eval_dataset: Held-out examples; the private ones are refused.
+        processing_class: The tokenizer or processor, as in Trainer.
+        model_init: Is refused, as a run has one model.
+        compute_loss_func: Called with outputs and labels; returns one loss for each example. By default the losses are
+            those of the model's head.
+        compute_metrics: As in Trainer, for evaluation.
+        callbacks: As in Trainer.
+        optimizers: As in Trainer: an optimizer and a scheduler, or None for those of `args`.
+        plan: From `bandmf.plan`, for this many examples.
+        clip_norm: The norm to which the gradient of every example is clipped.
+        key: Your own secret, instead of a fresh random one.
+        run_folder: Keeps key, ledger and checkpoints, written when the Trainer saves;
+            `train(resume_from_checkpoint=True)` goes on from there. Must be outside `output_dir`.
+        moved: What happened to a run folder that is elsewhere than it was, as in make_private.
+        clipping: How gradients are clipped, as in make_private.
+        per_layer: Clip each parameter tensor on its own, as in make_private.
+        self_test: Begin with rehearsals, which are no steps, that find examples which depend on each other.
+        may_end_early: Let training end before the plan does; otherwise that is an error.
+        **others: Further arguments of Trainer.
+
+    Attributes:
+        private: What make_private returned; None before `train()`.
     """
 
     def __init__(
         self,
         model: nn.Module,
         args: TrainingArguments | None = None,
-        *given: Any,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Any = None,
+        compute_loss_func: Any = None,
+        compute_metrics: Any = None,
+        callbacks: Any = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        *,
         plan: Plan,
         clip_norm: float,
         key: Key | None = None,
@@ -67,12 +111,11 @@ class PrivateTrainer(Trainer):
         per_layer: bool = False,
         self_test: bool = True,
         may_end_early: bool = False,
-        **named: Any,
+        **others: Any,
     ) -> None:
-        if not isinstance(plan, Plan):
-            raise _check.fail("plan", type(plan).__name__, "must be a Plan", "make one with bandmf.plan(...)")
+        plan = checked_plan(plan)
         args = options.checked(TrainingArguments("tmp_trainer") if args is None else args, plan)
-        _check_model(model, named)
+        _check_model(model, model_init)
         _check_folder(run_folder, args)
         self.private: Private | None = None
         self.plan, self.may_end_early = plan, may_end_early
@@ -82,7 +125,11 @@ class PrivateTrainer(Trainer):
         }  # fmt: skip
         self._schedule: Any = None
         self._evaluating, self._spent, self._noticed = False, (0, 0.0), False
-        super().__init__(model, args, *given, **named)
+        super().__init__(
+            model, args, data_collator, train_dataset, eval_dataset, processing_class,
+            compute_loss_func=compute_loss_func, compute_metrics=compute_metrics, callbacks=callbacks,
+            optimizers=optimizers, **others,
+        )  # fmt: skip
         options.check_accelerator(self.args, self.accelerator)
         if self.compute_loss_func is None:
             self._example_losses = heads.losses_of(model, args.label_smoothing_factor)
@@ -254,7 +301,9 @@ class PrivateTrainer(Trainer):
         super().log(logs if self._evaluating else self._public(logs), start_time)
 
     def _public(self, logs: Mapping[str, float]) -> dict[str, float]:
-        odd = [name for name in logs if name not in (*_PUBLIC, *_WITHOUT_NOISE) and name[:6] != "train_"]
+        odd = [
+            name for name in logs if name not in (*_PUBLIC, *_WITHOUT_NOISE) and not name.startswith("train_")
+        ]
         if odd and not self._noticed:
             self._noticed = True
             warnings.warn(
@@ -292,8 +341,8 @@ def _no_search() -> RuntimeError:
     )
 
 
-def _check_model(model: nn.Module, named: Mapping[str, Any]) -> None:
-    if model is None or named.get("model_init") is not None:
+def _check_model(model: nn.Module, model_init: Any) -> None:
+    if model is None or model_init is not None:
         raise _check.fail("model_init", "...", "a private run has one model", "give the model as model=")
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise _check.fail(

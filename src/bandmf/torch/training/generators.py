@@ -25,10 +25,8 @@ from bandmf.randomness.stream import Stream
 from bandmf.torch.training.random_state import RandomState
 
 _TWISTER = 624  # words of 32 bits, the state of NumPy's and torch's Mersenne twister
-_CPU_STATE, _BEFORE = (
-    5056,
-    3,
-)  # bytes of the state of torch's; words of 64 bits in it before the twister's own
+_CPU_STATE = 5056  # bytes of the state of torch's
+_BEFORE = 3  # words of 64 bits in it before the twister's own
 
 
 class Generators:
@@ -113,7 +111,7 @@ def _words(key: Key, count: int) -> Any:
     return Stream(key, 0).words(count)
 
 
-class Sealed(list[int]):
+class SeededIndices(list[int]):
     """The indices of a batch, which seed the worker process that they arrive in.
 
     Torch seeds a worker once; here it is seeded for every batch, so that neither the number of workers nor a restart

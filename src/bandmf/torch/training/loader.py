@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from bandmf import _check
 from bandmf.planning import Plan
-from bandmf.torch.training.generators import Sealed, generator
+from bandmf.torch.training.generators import SeededIndices, generator
 from bandmf.torch.training.self_test import REHEARSALS
 from bandmf.torch.training.self_test.choice import by_difference
 from bandmf.torch.training.self_test.collating import Collating
@@ -252,7 +252,7 @@ class _IndexLists:
     def __iter__(self) -> Iterator[list[int]]:
         secret = self._loader._stepper.generators.secret
         for piece in self._loader.pieces(self._begin, self._end):
-            yield Sealed(piece.indices, secret("load", piece.step, piece.number))
+            yield SeededIndices(piece.indices, secret("load", piece.step, piece.number))
 
 
 def steps_at_once(plan: Plan) -> int:

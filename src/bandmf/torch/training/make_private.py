@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from bandmf import _check
 from bandmf._deprecated import warn
 from bandmf.ledger import Ledger
-from bandmf.ledger.run_folder import Opened
-from bandmf.planning import Plan
+from bandmf.ledger.run_folder import Opened, provenance
+from bandmf.planning import Plan, checked_plan
 from bandmf.randomness.key import Key
-from bandmf.sampling import sampler
-from bandmf.torch.clipping import make_clipping
+from bandmf.sampling import sampler_of
+from bandmf.torch.clipping import checked_mode, make_clipping
 from bandmf.torch.clipping.check import check
 from bandmf.torch.losses import ExampleCriterion
 from bandmf.torch.training import checkpoint
@@ -105,13 +104,12 @@ def make_private(
     Raises:
         ValueError: A model, loss, optimizer or folder that cannot be trained privately, with the reason and a remedy.
     """
-    if not isinstance(plan, Plan):
-        raise _check.fail("plan", type(plan).__name__, "must be a Plan", "make one with bandmf.plan(...)")
-    plan = copy.copy(plan)  # by its constructor, which checks everything again; and nothing is cached
+    plan = checked_plan(plan)
     model = model.module if isinstance(model, DistributedDataParallel) else model
     clip_norm = _check.real("clip_norm", clip_norm, _LEAST_CLIP_NORM)
     plan.deviation(clip_norm)  # refuses what float32 does not hold
     _check.choice("loss_reduction", loss_reduction, ("mean", "sum"))
+    clipping = checked_mode(clipping)
     end_earlier(model)
     check(model, clipping=clipping).refuse()
     optimizer = _unwrapped(optimizer)
@@ -130,22 +128,14 @@ def make_private(
     opened = Opened(folder, key, moved, ranks)
     key = opened.run_key
     ranks.start_equal(model)
-    batches = sampler(plan, key, examples)
-    law = [getattr(batches, name, None) for name in ("cycle", "separation")]
-    if batches.events != plan.events or law != [plan.cycle, plan.separation]:
-        raise ValueError(
-            "plan: its events are not those of its batches; make a new plan with bandmf.plan(...)"
-        )
+    batches = sampler_of(plan, key, examples)
     clip = make_clipping(clipping, model, parameters, clip_norm, per_layer)
     mean_loss = loss_reduction == "mean"
     stepper = Stepper(plan, key, batches, parameters, clip_norm, clip, mean_loss, model, ranks)
     stepper.self_test = SelfTest(model, stepper) if self_test else None
     _check_allocated(plan, stepper)
-    provenance = {
-        "plan": plan.digest, "steps": plan.steps, "key": key.fingerprint, "clip_norm": clip_norm,
-        "per_layer": bool(per_layer), "sampler": batches.provenance, "examples": batches.examples,
-    }  # fmt: skip
-    stepper.steps_released = opened.begin(provenance, plan)
+    begun = provenance(plan, key, batches, clip_norm=clip_norm, per_layer=bool(per_layer))
+    stepper.steps_released = opened.begin(begun, plan)
     stepper.ledger = opened.ledger
     loader = Loader(stepper, data, physical_batch_size, epoch_steps, {**options, **(loader_options or {})})
     private = Private(model, optimizer, loader, stepper, criterion, scheduler, folder, opened)
@@ -174,8 +164,7 @@ class Private:
         self._criterion = None
         if criterion is not None:
             self._criterion = ExampleCriterion(criterion, lambda: stepper.rows, stepper.mean_loss)
-        self.folder, self.run_id = folder, opened.run_id
-        self._inherited_steps = opened.inherited_steps
+        self.folder, self.run_id, self._opened = folder, opened.run_id, opened
 
     @property
     def criterion(self) -> ExampleCriterion:
@@ -216,8 +205,7 @@ class Private:
         A run that goes on from a copy (`moved="copied"`) adds what its ancestors had released when they were copied;
         the deltas add up as well. What an original releases after that is in its own report, and comes on top.
         """
-        steps = [*self._inherited_steps, self.stepper.steps_released]
-        return sum(self.plan.spent_after(each) for each in steps)
+        return self._opened.spent(self.plan, self.stepper.steps_released)
 
     def backward(self, losses: Tensor) -> None:
         """The backward pass for one loss per example, such as those of bandmf.torch.losses.

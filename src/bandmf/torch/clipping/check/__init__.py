@@ -11,9 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from bandmf import _check
-from bandmf.torch.clipping import MODES
-from bandmf.torch.clipping.check import kinds, parameters, ways
+from bandmf.torch.clipping import checked_mode
+from bandmf.torch.clipping.check import layers, modes, parameters
 from bandmf.torch.clipping.check.report import Report
 from bandmf.torch.clipping.refusals import Finding, changed_in_a_batch, mixing, shared_memory, suspects
 from bandmf.torch.clipping.watch import Watch
@@ -28,21 +27,21 @@ def check(model: nn.Module, *inputs: Any, clipping: str = "auto") -> Report:
     >>> print(report.problems[0].remedy)
     use nn.GroupNorm, or, to keep fixed statistics, call .eval() on this layer and never .train()
 
-    Printed, a report is a table, in a notebook too. Notes are good to know: which layers are clipped how, what is
+    Printed, a report is a table, in a notebook too. Notes need no action: which layers are clipped how, what is
     frozen or tied. With `inputs`, a copy of the model runs on them once, which shows whether anything of it changes in
     `forward`. Whether the examples of a batch depend on each other is for the self-test of the first batches.
     """
-    mode = _check.choice("clipping", "bookkeeping" if clipping == "ghost" else clipping, MODES)
+    mode = checked_mode(clipping)
     model = model.module if isinstance(model, DistributedDataParallel) else model
     problems = [
-        *mixing(suspects(model)), *kinds.problems(model), *parameters.problems(model), *shared_memory(model),
+        *mixing(suspects(model)), *layers.problems(model), *parameters.problems(model), *shared_memory(model),
     ]  # fmt: skip
     sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    refused, notes = ways.of_clipping(model, "bookkeeping" if sharded and mode == "auto" else mode)
+    refused, notes = modes.of_clipping(model, "bookkeeping" if sharded and mode == "auto" else mode)
     problems += _others(refused, problems)
     if inputs and not any(parameters.lazy(model)):
         problems += _in_forward(model, inputs, {problem.layer for problem in problems})
-    notes = _others([*notes, *kinds.notes(model), *parameters.notes(model)], problems)
+    notes = _others([*notes, *layers.notes(model), *parameters.notes(model)], problems)
     return Report(type(model).__name__, mode, tuple(problems), tuple(notes))
 
 

@@ -19,6 +19,7 @@ def lazy(model: nn.Module) -> Iterator[str]:
 
 
 def problems(model: nn.Module) -> Iterator[Finding]:
+    """Parameters that cannot be trained: without a shape, complex, sparse; or that there are none."""
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trainable:
         yield Finding("", "has no trainable parameters", "set requires_grad_(True) on what is to be trained")
@@ -47,6 +48,7 @@ def problems(model: nn.Module) -> Iterator[Finding]:
 
 
 def notes(model: nn.Module) -> Iterator[Finding]:
+    """Parameters that are tied, frozen or in low precision."""
     yield from _tied(model)
     yield from _frozen(model)
     for name, parameter in model.named_parameters():
@@ -72,9 +74,8 @@ def _tied(model: nn.Module) -> Iterator[Finding]:
             places.setdefault(id(parameter), []).append(name)
     for first, *others in places.values():
         owner = first.rpartition(".")[0]
-        if any(
-            owner and not name.startswith(f"{owner}.") for name in others
-        ):  # else it is one layer's own affair
+        elsewhere = [name for name in others if owner and not name.startswith(f"{owner}.")]
+        if elsewhere:  # else it is one layer's own affair
             also = ", ".join(others)
             yield Finding(
                 first, f"is also {also}: tied, and clipped by the norm of the sum", is_parameter=True

@@ -15,7 +15,7 @@ _NAMED = 3  # layers of one kind that a line names; of the others it says how ma
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """The problems of a model, which make_private refuses, and notes, which are good to know."""
+    """The problems of a model, which make_private refuses, and notes, which need no action."""
 
     model: str  # the name of its class
     clipping: str

@@ -116,9 +116,9 @@ def _of_tied(terms: list[Contribution]) -> Squares:
     # sum over s, t of left[t, x_s] (right[t] . values[s])
     indices = rows.indices[:, None, :].expand(-1, outer.left.shape[1], -1)
     picked = widened(outer.left.gather(2, indices))
-    right = (
-        widened(outer.right) if outer.right.dtype == torch.float16 else outer.right
-    )  # small values would vanish
+    right = outer.right
+    if right.dtype == torch.float16:  # in which small values would vanish
+        right = widened(right)
     inner = inner_products(right, rows.values.to(right.dtype))
     live = outer.live, live_places(rows.values)
     picked, inner = only(picked, *live), only(inner, *live)

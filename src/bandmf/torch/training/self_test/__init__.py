@@ -128,7 +128,6 @@ class SelfTest:
         small = Rehearsal(tuple(range(min(TOGETHER, count, most or TOGETHER))), "small")
         # A prime number, which few layers have as a multiple: so the batch is known by its size.
         rows = _prime(max(len(small.members), min(rows, LARGEST)))
-        self._judged = rows if rows > TOGETHER else 2  # losses of as many examples at least
         self._after.close()  # of rehearsals that were left in the middle
         self._after.callback(self._stepper.generators.give_back)
         self._after.callback(self._stop_listening)
@@ -183,6 +182,7 @@ class SelfTest:
 
     def begin(self, rehearsal: Rehearsal) -> None:
         self._before = RandomState()
+        self._guards.begin(len(rehearsal.members))
         self._stepper.clipping.record(None if rehearsal.alone else len(rehearsal.members))
         if rehearsal.alone:
             self._listen()
@@ -217,7 +217,7 @@ class SelfTest:
         self._drew = self._before.changed()
         self._stop_listening()
         try:
-            problem = self._guards.problem(len(rehearsal.members), at_least=self._judged)
+            problem = self._guards.problem()
             found = (self._finish_alone if rehearsal.alone else self._finish_together)(rehearsal, scale)
             self._refuse(problem or found)
         except BaseException:

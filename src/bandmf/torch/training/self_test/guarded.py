@@ -1,29 +1,30 @@
 """Losses of a whole batch that do not simply add up the examples: one bad example then changes all gradients.
 
 `torch.nan_to_num(loss)`, `loss.clamp(max=10)`, `(loss - b).abs() + b` and the like may do nothing to the examples of a
-rehearsal, so nothing that is measured there shows them. Autograd's graph does: of what has no row for each example,
-only linear operations are right, and those of one example alone.
+rehearsal, so nothing that is measured there shows them. Autograd's graph does: where numbers of different examples
+meet, and from there on, only linear operations are right. `whose` tells where that is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-_LINEAR = (
-    "AccumulateGrad", "Add", "Addcmul", "Addmm", "Addmv", "Alias", "AsStrided", "Baddbmm", "Bmm", "Cat",
-    "Clone", "ConstantPadNd", "Copy", "CopySlices", "Cumsum", "Diagonal", "Div", "Dot", "Expand", "Flip",
-    "IndexAdd", "Lerp", "Mean", "Mm", "Mul", "Mv", "Neg", "Permute", "Repeat", "Reshape", "ReshapeAlias",
-    "Roll", "Rsub", "ScatterAdd", "Squeeze", "Stack", "Sub", "Sum", "T", "ToCopy", "Trace", "Transpose",
-    "UnsafeView", "Unsqueeze", "Vdot", "View",
-)  # fmt: skip
-_ONE = ("Select", "Split", "SplitWithSizes", "Unbind", "UnsafeSplit")  # picks of one row
-_SOME = ("Gather", "Index", "IndexSelect", "MaskedSelect", "Narrow", "Slice", "TakeAlongDim")  # of several
+from bandmf.torch.training.self_test.whose import MIXED, Operation, Owners, operations
 
+_LINEAR = (
+    "AccumulateGrad", "Add", "Addcmul", "Addmm", "Addmv", "Addr", "Alias", "AsStrided", "Baddbmm", "Bmm", "Cat",
+    "Clone", "Conj", "ConstantPadNd", "Copy", "CopySlices", "Cumsum", "Diagonal", "DiagonalScatter", "Div", "Dot",
+    "Expand", "FftC2C", "FftC2R", "FftR2C", "Flip", "Imag", "IndexAdd", "IndexSelect", "Lerp", "Linear", "Mean", "Mm",
+    "Mul", "Mv", "Neg", "Permute", "Real", "Repeat", "Reshape", "ReshapeAlias", "Roll", "Rsub", "ScatterAdd", "Select",
+    "SelectScatter", "Slice", "SliceScatter", "Split", "SplitWithSizes", "Squeeze", "Stack", "Sub", "Sum", "T",
+    "ToCopy", "Trace", "Transpose", "Tril", "Triu", "Unbind", "Unfold", "UnsafeSplit", "UnsafeView", "Unsqueeze",
+    "Vdot", "View", "ViewAsComplex", "ViewAsReal",
+)  # fmt: skip
+_BY_PLACE = ("Index", "IndexPut")  # linear, unless the values themselves may say which: by a mask
 _SUMS = ("BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "Nansum")  # that add up examples, as losses do
 _MOST = 64  # losses of a batch that are looked at
 
@@ -35,7 +36,8 @@ class Guards:
     _usual = staticmethod(torch.autograd.backward)
 
     def __init__(self) -> None:
-        self._losses: list[Any] = []
+        self._losses: dict[int, list[Operation | None]] = {}  # by the number of examples
+        self.begin(1)
         Guards._alive.append(self)
         torch.autograd.backward = Guards._backward
 
@@ -44,8 +46,7 @@ class Guards:
         given = tensors if isinstance(tensors, Tensor) else tuple(tensors)
         for tensor in [given] if isinstance(given, Tensor) else given:
             for guards in Guards._alive if isinstance(tensor, Tensor) else ():
-                if len(guards._losses) < _MOST:  # more than a loop has: the rest is somebody else's
-                    guards._losses.append(tensor.grad_fn)
+                guards._look(tensor)
         return Guards._usual(given, *rest, **named)
 
     def end(self) -> None:
@@ -54,82 +55,52 @@ class Guards:
         if not Guards._alive:
             torch.autograd.backward = Guards._usual
 
-    def problem(self, rows: int, at_least: int = 2) -> str | None:
-        """What is wrong with the losses, which were of so many examples; they are forgotten."""
-        losses, self._losses = self._losses, []
-        for loss in losses if rows >= at_least else ():
-            if name := next(_not_linear(loss, rows), None):
-                return (
-                    f"self-test: the loss of the whole batch goes through {name}, so a single example can change the "
-                    'gradients of all others; apply it to each example\'s own loss (reduction="none"), or leave it '
-                    "out: an example whose gradient is not finite counts nothing"
-                )
-        return None
+    def begin(self, rows: int) -> None:
+        """Losses from now on are of so many examples."""
+        self._rows = rows
+        self._losses[rows] = []
+        self._found: str | None = None
+
+    def _look(self, loss: Tensor) -> None:
+        number = len(self._losses[self._rows])
+        if number >= _MOST:  # more than a loop has: the rest is somebody else's
+            return
+        graph = operations(loss.grad_fn) if loss.grad_fn is not None else []
+        self._losses[self._rows].append(graph[-1] if graph else None)
+        if graph and self._rows > 1:
+            like = (losses[number] for losses in self._losses.values() if len(losses) > number)
+            others = [each for each in like if each is not None and each is not graph[-1]]
+            self._found = self._found or _not_linear(graph, Owners(graph, self._rows, others))
+        for each in graph:
+            each.node = None  # and with it the tensors that it may keep
+
+    def problem(self) -> str | None:
+        """What is wrong with the losses of this batch."""
+        if self._found is None:
+            return None
+        return (
+            f"self-test: the loss of the whole batch goes through {self._found}, so a single example can change the "
+            'gradients of all others; apply it to each example\'s own loss (reduction="none"), or leave it '
+            "out: an example whose gradient is not finite counts nothing"
+        )
 
 
-def _not_linear(loss: Any, rows: int) -> Iterator[str]:
-    """The names of operations on numbers of several examples together that are not linear in them.
+def _not_linear(graph: list[Operation], owners: Owners) -> str | None:
+    """The name of an operation on numbers of several examples together that is not linear in them.
 
     A function of the user's own is opaque, and passed by.
     """
-    for node in _nodes(loss):
-        name = _name(node)
-        if _has_rows(node, rows) or isinstance(node, BackwardCFunction) or name in _LINEAR or name in _ONE:
+    for each in reversed(graph):
+        if each.name in _LINEAR or isinstance(each.node, BackwardCFunction):
             continue
-        before = [each for each, _ in node.next_functions if each is not None]
-        if "Loss" in name or name in _SUMS:
-            wrong = not any(_has_rows(each, rows) or _is_apart(each, rows) for each in before)
-        elif name in _SOME:  # from numbers that have no rows any more
-            wrong = not any(_has_rows(each, rows) for each in before)
+        if MIXED in owners.given(each):
+            wrong = each.name not in _BY_PLACE or _by_mask(each.node)
         else:
-            wrong = True
-        if wrong and _of_several(node, rows):
-            yield name
+            wrong = MIXED in owners.come_out(each) and not ("Loss" in each.name or each.name in _SUMS)
+        if wrong:
+            return each.name
+    return None
 
 
-def _is_apart(node: Any, rows: int) -> bool:
-    """Whether it is of chosen places of the examples, which a loss may add up."""
-    return _name(node) in _SOME or _name(node) in _ONE or not _of_several(node, rows)
-
-
-def _of_several(node: Any, rows: int) -> bool:
-    """Whether rows enter here other than one by one, or as some places of them that are still apart."""
-    apart = set(_sizes(node))
-    seen, rest = set(), [node]
-    while rest:
-        each = rest.pop()
-        seen.add(each)
-        picked = _name(each) in _ONE or (_name(each) in _SOME and next(_sizes(each), 1) in {1, *apart})
-        if picked and each is not node:
-            continue
-        for before, _ in each.next_functions:
-            if before is None or before in seen or _name(before) == "AccumulateGrad":
-                continue
-            if _has_rows(before, rows):
-                return True
-            rest.append(before)
-    return False
-
-
-def _nodes(begin: Any) -> Iterator[Any]:
-    """All nodes from here on."""
-    seen, rest = set(), [begin]
-    while rest:
-        node = rest.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            rest.extend(each for each, _ in node.next_functions)
-
-
-def _has_rows(node: Any, rows: int) -> bool:
-    """Whether some dimension is the batch; tokens of all examples may have become one row."""
-    return any(not isinstance(size, int) or (size and size % rows == 0) for size in _sizes(node))
-
-
-def _sizes(node: Any) -> Iterator[Any]:
-    return (size for each in node._input_metadata for size in each.shape)
-
-
-def _name(node: Any) -> str:
-    return node.name().removeprefix("torch::autograd::").split("Backward")[0]
+def _by_mask(node: Any) -> bool:
+    return any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in node._saved_indices)

@@ -1,4 +1,4 @@
-"""Which way of clipping describes which layers, and which it cannot."""
+"""Which mode of clipping describes which layers, and which it cannot."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from bandmf.torch.clipping.check.kinds import trains
+from bandmf.torch.clipping.check.layers import trains
 from bandmf.torch.clipping.layers import layers_of
 from bandmf.torch.clipping.recording import Layer
 from bandmf.torch.clipping.refusals import Finding, UnfitError
@@ -20,6 +20,11 @@ Found = tuple[list[Finding], list[Finding]]  # problems and notes
 
 
 def of_clipping(model: nn.Module, mode: str) -> Found:
+    """What a mode cannot clip, and what it clips in another way than by a rule.
+
+    "auto" is book-keeping where that describes all layers, else Opacus's hooks where they describe all; a model that
+    neither describes has the problems of both.
+    """
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         return [], []  # which tells nothing of its layers, and is refused where it is trained
     if mode in ("hooks", "functorch"):

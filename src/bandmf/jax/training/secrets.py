@@ -16,15 +16,15 @@ from bandmf.randomness import chacha
 from bandmf.randomness.key import Key
 
 
-class Words:
-    """What programs are given of the run's key."""
+class Secrets:
+    """What programs are given of the run's key; `run` is in every state, the rest is given to single steps."""
 
     def __init__(self, key: Key) -> None:
         self._noise = chacha.key_words(key.derive("noise").secret)
         self.run, self.seeds = (jnp.asarray(_first_words(key.derive(use).secret)) for use in ("run", "sums"))
         self._digest = jax.jit(digest)
 
-    def secret(self, plan: Plan, step: int, total: jax.Array | None = None) -> Secret:
+    def of_step(self, plan: Plan, step: int, total: jax.Array | None = None) -> Secret:
         """For this step and the sum with this digest; or, without, for steps that are taken at once."""
         key, number = jnp.array(self._noise, jnp.uint32), jnp.asarray(step, jnp.int32)
         known = jnp.zeros(WORDS, jnp.uint32) if total is None else total

@@ -13,10 +13,10 @@ from bandmf import _check
 from bandmf.accounting.bins import calibrate, estimate, gram_matrix
 from bandmf.accounting.verified import Certificate
 from bandmf.optimize.bins.search import guess_for_bins, optimize_for_bins
-from bandmf.planning import found
 from bandmf.planning.candidate import Candidate, Progress
-from bandmf.planning.found import Found
 from bandmf.planning.request import Request
+from bandmf.planning.search import found
+from bandmf.planning.search.found import Found
 from bandmf.planning.setup import whole_cycle
 from bandmf.strategies import Strategy
 from bandmf.strategies.base import InputRecurrence, OutputRecurrence

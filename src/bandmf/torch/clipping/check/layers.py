@@ -1,4 +1,4 @@
-"""Layers that every way of clipping refuses, known by what they are."""
+"""Layers that every mode of clipping refuses, or has something to say of, known by what they are."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ _OBSERVERS = {"ObserverBase", "FakeQuantizeBase"}
 
 
 def problems(model: nn.Module) -> Iterator[Finding]:
+    """Layers that cannot be trained, whatever the mode: compiled by torch.jit, observed, spectral norms, hooks."""
     for path, module in model.named_modules():
         if found := _problem(module):
             yield Finding(path, *found)
 
 
 def notes(model: nn.Module) -> Iterator[Finding]:
+    """Layers that work, but not as their name says: fixed statistics, quantized weights, sparse gradients."""
     for path, module in model.named_modules():
         if isinstance(module, _BatchNorm) and not module.training and module.running_mean is not None:
             yield Finding(
@@ -47,6 +49,7 @@ def notes(model: nn.Module) -> Iterator[Finding]:
 
 
 def trains(module: nn.Module) -> bool:
+    """Whether any parameter of it is trained."""
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
@@ -69,7 +72,7 @@ def _problem(module: nn.Module) -> tuple[str, str] | None:
 
 
 def _of_parametrizations(module: Any) -> tuple[str, str] | None:
-    """Spectral norms rewrite buffers; what others do depends on the way of clipping."""
+    """Spectral norms rewrite buffers; what others do depends on the mode of clipping."""
     for name, several in module.parametrizations.items():
         spectral = any(type(each).__name__ == "_SpectralNorm" for each in several)
         if spectral and (module.training or trains(module)):

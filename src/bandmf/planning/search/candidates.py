@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bandmf.error import rmse
 from bandmf.optimize import banded_toeplitz, stretch
@@ -20,6 +20,9 @@ from bandmf.planning.candidate import Candidate, Progress, mechanism_of
 from bandmf.planning.request import Request
 from bandmf.planning.setup import Setup
 from bandmf.strategies import BandedToeplitz, Strategy
+
+if TYPE_CHECKING:
+    from bandmf.planning.plan import Plan
 
 _POLISHED_BANDS = 256  # beyond, normalizing inside the optimization is slow and changes nothing
 _NORMALIZED_BANDS = 1024  # beyond, normalizing takes matrices of bands x bands for half a percent: left out
@@ -29,13 +32,24 @@ _NEIGHBOR = 1.42  # times the bands; between a power of two and such neighbors a
 _NEAR_ENOUGH = 0.1  # of the best bands, relatively: the error changes by a few ten-thousandths
 
 
-def between(
-    plan: Setup, epsilon: float, known: Collection[int], progress: Progress | None = None
-) -> tuple[Candidate, ...]:
-    """Candidates for cyclic Poisson sampling at powers of two that are not near a known number of bands.
+def passed_over(plan: Plan, progress: Progress | None = None) -> tuple[Candidate, ...]:
+    """Candidates between those of a plan with cyclic Poisson sampling, at powers of two.
 
     The search takes large steps; for a picture, lines across them would be guesses.
     """
+    families = {(c.sampling, c.mechanism) for c in plan.candidates if c.sampling != "balls-in-bins"}
+    if not plan.amplified or plan.epsilon == math.inf or plan.workload.coefficients is None:
+        return ()
+    if families - {("cyclic-poisson", "banded")}:  # of other kinds there is nothing to put between
+        return ()
+    known = {c.bands for c in plan.candidates if c.sampling == "cyclic-poisson"}
+    return tuple(c for c in _between(plan, plan.epsilon, known, progress) if c.bands not in known)
+
+
+def _between(
+    plan: Setup, epsilon: float, known: Collection[int], progress: Progress | None
+) -> tuple[Candidate, ...]:
+    """One band, and powers of two that are not near a known number of bands."""
     setup = {part.name: getattr(plan, part.name) for part in fields(Setup)} | {"sampling": "cyclic-poisson"}
     request = Request(**setup, epsilon=epsilon, noise_multiplier=None, bands=None, strategy=None)
     found = Candidates(request, progress)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import math
-import tempfile
-import zipfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from scipy.optimize import brentq
@@ -18,12 +14,14 @@ from bandmf.accounting.events import Event, cyclic_poisson, one_release
 from bandmf.error import rmse
 from bandmf.noise.schedule import BYTES_PER_NUMBER, vectors_held
 from bandmf.participation import MinSeparation
-from bandmf.planning import Candidate, Plan, bins
+from bandmf.planning import Candidate, Plan
 from bandmf.planning.candidate import Progress
-from bandmf.planning.candidates import Candidates
 from bandmf.planning.compare import unamplified_strategies
+from bandmf.planning.labels import IN_BINS
 from bandmf.planning.planner import plan
 from bandmf.planning.request import Request
+from bandmf.planning.search import bins
+from bandmf.planning.search.candidates import Candidates
 from bandmf.planning.setup import no_bins, whole_cycle
 from bandmf.strategies import Identity, Strategy
 from bandmf.web.question import Question
@@ -32,7 +30,6 @@ CYCLIC, AUTO = "cyclic-poisson", "auto"
 GLANCED_BINS = 320  # steps an epoch up to which balls-in-bins is estimated in a second or two
 _MOST_STEPS = {"Dense MF": 256, "LTI": 20_000}  # that take no longer
 _MOST_BANDS = {"BandMF, unamplified": 4096, "Stamping": 4096}
-_IN_BINS = {"blt": "BLT in bins", "banded-inverse": "Banded inverse in bins", "banded": "BandMF in bins"}
 _KEPT: dict[tuple[str, int, MinSeparation], tuple[Strategy, float]] = {}
 _MOST_KEPT = 100
 
@@ -119,7 +116,7 @@ def of_plan(made: Plan, question: Question) -> Iterator[Mechanism]:
             yield _of_candidate("DP-SGD", each, question, estimated=False)
     if made.in_bins:
         mean = made.mean_rmse
-        yield _mechanism(_IN_BINS.get(made.mechanism, made.mechanism), made.strategy, mean, question)
+        yield _mechanism(IN_BINS.get(made.mechanism, made.mechanism), made.strategy, mean, question)
 
 
 def in_bins(question: Question) -> Iterator[Mechanism]:
@@ -130,7 +127,7 @@ def in_bins(question: Question) -> Iterator[Mechanism]:
     for found in bins.glance(request):
         candidate = found.candidate
         mean = candidate.rmse / request.batch_size
-        yield _mechanism(_IN_BINS[candidate.mechanism], found.strategy, mean, question, estimated=True)
+        yield _mechanism(IN_BINS[candidate.mechanism], found.strategy, mean, question, estimated=True)
 
 
 def bins_obstacle(question: Question) -> str:
@@ -240,27 +237,3 @@ def _about(event: Event, sigma: float, delta: float) -> float:
         return math.inf
     grid = estimate.interval(event, delta, estimate.round_losses(event, sigma), tolerance=estimate.LOOSE)
     return math.inf if grid is None else estimate.rough(event, delta, grid, sigma)
-
-
-# --- the file -------------------------------------------------------------------------------------------
-
-
-class Download(NamedTuple):
-    """A file for the browser."""
-
-    name: str
-    contents: bytes
-
-
-def plan_file(made: Plan) -> Download:
-    """What `Plan.save` writes; with a strategy beside it, both in one archive."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = made.save(Path(folder) / "plan.json")
-        files = sorted(Path(folder).iterdir())
-        if files == [path]:
-            return Download(path.name, path.read_bytes())
-        archive = io.BytesIO()
-        with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as out:
-            for each in files:
-                out.write(each, each.name)
-    return Download("plan.zip", archive.getvalue())

@@ -1,33 +1,13 @@
-"""Numbers with units, and sentences, for people."""
+"""The sentences of the page."""
 
 from __future__ import annotations
 
 import math
 
+from bandmf._text import number, spoken
 from bandmf.planning import Plan
-from bandmf.web.figures import Needs
+from bandmf.web.answers import Needs
 from bandmf.web.question import Question
-
-
-def people(number: float) -> str:
-    """A count.
-
-    >>> people(938), people(60_000), people(1.25e9)
-    ('938', '60,000', '1.25 billion')
-    """
-    for least, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
-        if number >= least:
-            return f"{number / least:.4g} {name}"
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
-
-
-def counted(number: int, thing: str) -> str:
-    """So many of it.
-
-    >>> counted(1, "band"), counted(16, "band")
-    ('1 band', '16 bands')
-    """
-    return f"{number} {thing}" + ("" if number == 1 else "s")
 
 
 def epsilon_in_words(epsilon: float) -> str:
@@ -44,7 +24,7 @@ def length(question: Question, steps: int) -> str:
     '1,875 steps, 8 epochs'
     """
     epochs = steps * question.batch_size / question.examples
-    return f"{people(steps)} steps, {epochs:.3g} epochs"
+    return f"{spoken(steps)} steps, {epochs:.3g} epochs"
 
 
 def delta_warning(question: Question) -> str:
@@ -52,8 +32,8 @@ def delta_warning(question: Question) -> str:
     if question.delta * question.examples < 1:
         return ""
     return (
-        f"delta={question.delta:g} is not below 1 / examples = {1 / question.examples:.2g}. A method that publishes "
-        "one example at random would meet this budget: choose a smaller delta."
+        f"delta={number(question.delta)} is not below 1 / examples = {1 / question.examples:.2g}. A method that "
+        "publishes one example at random would meet this budget: choose a smaller delta."
     )
 
 
@@ -72,7 +52,7 @@ def against_dp_sgd(made: Plan, needs: Needs) -> str:
     else:
         times = _times(needs.batch_size / made.batch_size)
         bigger = (
-            f"batches of about **{people(needs.batch_size)}** examples ({times} the gradients to compute)"
+            f"batches of about **{spoken(needs.batch_size)}** examples ({times} the gradients to compute)"
         )
     return (
         f"At the same privacy, DP-SGD has **{ratio:.2f} times** the error. For the error of this plan it would need "

@@ -10,11 +10,11 @@ from functools import partial
 from bandmf.accounting.min_separation import calibrate, estimate_sigma
 from bandmf.accounting.verified import Certificate
 from bandmf.optimize import banded_toeplitz
-from bandmf.planning import found
 from bandmf.planning.candidate import Progress
-from bandmf.planning.candidates import normalization
-from bandmf.planning.found import Found
 from bandmf.planning.request import Request
+from bandmf.planning.search import found
+from bandmf.planning.search.candidates import normalization
+from bandmf.planning.search.found import Found
 from bandmf.strategies import Strategy
 
 _SAMPLES = 2**11  # of an estimate: sigma to a few thousandths
