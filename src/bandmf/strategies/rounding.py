@@ -16,7 +16,7 @@ None of it depends on how C is scaled, nor on the noise's deviation or the clip 
 noise that is off by more than a small part of itself has so few values that a sum can be read off.
 
 For Toeplitz C the deviations of partial sums follow from the covariances of y; for others y is simulated, with a fixed
-seed. Measured with 1,000 engines of random and extreme strategies the error was 0.05 to 0.8 of what is returned here
+seed. In 900 runs of engines with random and extreme strategies the error was 0.05 to 0.8 of what is returned here
 (tests/test_rounding_error.py). Strategies in use have 1e-7 to 2e-5.
 
 What this refuses can be read off one coordinate. What it accepts is not proved to hide anything in its last bits: an
