@@ -21,7 +21,7 @@ seed. In 900 runs of engines with random and extreme strategies the error was 0.
 
 What this refuses can be read off one coordinate. What it accepts is not proved to hide anything in its last bits: an
 attack on them tells more than delta where all other gradients are known, from one small coordinate or from many, as it
-does for any float32 noise (tests/attacks/test_coarse_noise.py; docs/guarantees.md, "Finite precision").
+may for any float32 noise (tests/attacks/test_coarse_noise.py; docs/guarantees.md, "Finite precision").
 """
 
 from __future__ import annotations
