@@ -10,11 +10,12 @@ import pytest
 
 from bandmf.accounting.bins import NotCertifiedError, calibrate, estimate, gram_matrix
 from bandmf.accounting.bins.divergences import remove_sums
-from bandmf.accounting.bins.estimate import solve
 from bandmf.accounting.bins.loss import privacy_loss
-from bandmf.accounting.bins.sampling import Sums
-from bandmf.accounting.bins.tuning import Pilot, samples_for
-from bandmf.strategies import Identity
+from bandmf.accounting.bins.tuning import Pilot
+from bandmf.accounting.certified import samples_for
+from bandmf.accounting.sampled_root import approach, solve
+from bandmf.accounting.samples import Sums
+from bandmf.strategies import Identity, banded_inverse_square_root
 from bins_oracles import REFERENCE, TWO, gaussian_sigma, reference_strategy, two_position_deltas
 
 ONE = np.array([[1.0]])
@@ -79,8 +80,41 @@ def test_draws_that_show_nothing_at_a_larger_sigma_do_not_end_the_search(first, 
 
 
 def test_draws_that_show_nothing_at_all_get_one_sentence():
-    with pytest.raises(NotCertifiedError, match="1000 samples show nothing near sigma="):
+    with pytest.raises(NotCertifiedError, match="1000 samples do not show it near sigma="):
         solve(lambda sigma: straight(sigma, 0), 2.0, 1e-8)
+
+
+@pytest.mark.parametrize("slope", [-5.0, -30.0, -80.0, -190.0])
+@pytest.mark.parametrize("first", [0.5, 1.9, 2.3, 9.0])
+def test_the_neighborhood_is_found_whatever_the_slope(slope, first):
+    """Steps by a fixed slope alone went back and forth over a curve that is steeper."""
+    sigma, found = approach(lambda sigma: (1e-8 * (2 / sigma) ** -slope, "chain"), first, 1e-8)
+    assert abs(slope * np.log(sigma / 2)) < 1
+    assert found == "chain"
+
+
+def test_a_curve_that_meets_delta_nowhere_gets_one_sentence():
+    with pytest.raises(NotCertifiedError, match="samples do not show it near sigma="):
+        approach(lambda sigma: (1e-3, None), 2.0, 1e-8)
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "delta", "sigma"), [(8.0, 1e-12, 2.44), (50.0, 1e-9, 0.556), (50.0, 1e-12, 0.608)]
+)
+def test_extreme_budgets_have_a_sigma(epsilon, delta, sigma):
+    found = estimate(
+        gram_matrix(banded_inverse_square_root(80, 16), 20), epsilon, delta, samples=2**12, seed=1
+    )
+    assert found.sigma == pytest.approx(sigma, rel=0.02)
+    assert found.relative_standard_error < 0.01
+
+
+def test_samples_of_which_a_few_decide_give_no_sigma():
+    """Any chain tilts too far there: at half of the true sigma, too, the mean of most samples is below delta."""
+    gram = gram_matrix(banded_inverse_square_root(80, 16), 20)
+    with pytest.raises(NotCertifiedError, match=r"^delta=0\.001: .*noise for a smaller one serves this one"):
+        estimate(gram, 50.0, 1e-3, samples=2**12, posterior=True)
+    assert calibrate(gram, 50.0, 1e-5, seconds=4).sigma < 0.5
 
 
 def test_the_posterior_is_the_derivative_of_delta():

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from bandmf.accounting.bins import Certificate, Chain, NotCertifiedError, certify, gram_matrix
-from bandmf.accounting.bins.certificate import FAILURE
 from bandmf.accounting.bins.divergences import add_sums, remove_sums
 from bandmf.accounting.bins.loss import privacy_loss
-from bandmf.accounting.bins.sampling import Sums, upper_bound
+from bandmf.accounting.certified import FAILURE
+from bandmf.accounting.samples import Sums, upper_bound
 from bandmf.accounting.verified import verify_once
 from bandmf.strategies import banded_inverse_square_root
 from bins_oracles import TWO, gaussian_delta, gaussian_sigma, two_position_deltas

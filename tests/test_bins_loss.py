@@ -15,7 +15,7 @@ from bandmf.accounting.bins.divergences import add_sums, remove_sums
 from bandmf.accounting.bins.gram import gram_matrix
 from bandmf.accounting.bins.half_space import HalfSpace, half_space
 from bandmf.accounting.bins.loss import log_mean_exp, privacy_loss
-from bandmf.accounting.bins.sampling import sample_sums
+from bandmf.accounting.samples import sample_sums
 from bandmf.strategies import BandedToeplitz, banded_inverse_square_root
 from bins_oracles import REFERENCE, TWO, gaussian_delta, moment, two_position_deltas
 

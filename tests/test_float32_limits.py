@@ -337,12 +337,22 @@ def test_noise_that_becomes_coarse_late_is_refused():
 
 @pytest.mark.parametrize("coefficients", [[1, 0.5], [1, -0.9, 0.3], square_root_coefficients(64)])
 def test_the_error_of_banded_noise_is_that_of_all_steps(coefficients):
-    theta = np.array(coefficients, float)
-    inverse = lfilter([1.0], theta, np.eye(1, 20_000)[0])
-    expected = 2.0**-24 * (1 + np.abs(theta[1:]).sum() * np.linalg.norm(inverse) / 4)
-    assert rounding_error(BandedToeplitz(theta, 20_000, normalize_columns=False)) == pytest.approx(
+    """By the coefficients of every partial sum, from either end."""
+    theta, steps = np.array(coefficients, float), 20_000
+    y = lfilter([1.0], theta, np.eye(1, steps)[0])
+    ahead, behind = (np.cumsum(terms, axis=0) for terms in _both_ways(theta, y))
+    largest = 1 + max((ahead**2).sum(axis=1).max(), (behind**2).sum(axis=1).max())
+    products = (theta[1:] ** 2).sum() * (y**2).sum()
+    expected = 2.0**-24 * np.sqrt(4 + len(theta) * largest + 3 * products)
+    assert rounding_error(BandedToeplitz(theta, steps, normalize_columns=False)) == pytest.approx(
         expected, rel=1e-6
     )
+
+
+def _both_ways(theta, y):
+    """theta_r y_{i-r} by its coefficients, for r = 1, 2, ... and backwards."""
+    terms = np.array([np.pad(theta[r] * y[:2_000], (r, len(theta) - r)) for r in range(1, len(theta))])
+    return terms, terms[::-1]
 
 
 @pytest.mark.parametrize(

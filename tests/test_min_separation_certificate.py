@@ -11,7 +11,6 @@ import pytest
 
 from bandmf import optimize
 from bandmf.accounting import bins, noise_multiplier
-from bandmf.accounting.bins.sampling import upper_bound
 from bandmf.accounting.min_separation import (
     Certificate,
     NotCertifiedError,
@@ -23,6 +22,7 @@ from bandmf.accounting.min_separation import (
 )
 from bandmf.accounting.min_separation.copies import Copies
 from bandmf.accounting.min_separation.divergences import add_sums, remove_sums
+from bandmf.accounting.samples import upper_bound
 from bandmf.strategies import Banded, BandedToeplitz, Identity
 from min_separation_oracles import two_step_deltas
 
@@ -216,8 +216,24 @@ def test_certified_sigmas_of_a_thousand_steps(epsilon, separation):
 @pytest.mark.parametrize(("epsilon", "delta"), [(50.0, 1e-5), (100.0, 1e-5), (15.0, 0.3)])
 def test_a_budget_far_from_any_use_ends_in_a_sentence(epsilon, delta):
     """Moments overflow, or no sample shows anything: neither is of the caller's making."""
-    with pytest.raises(ValueError, match=rf"^epsilon={epsilon}: no sigma was found .*use sampling='cyclic-"):
+    with pytest.raises(
+        ValueError, match=rf"^delta={delta:g}: .*samples do not show it near .*sampling='cyclic-"
+    ):
         calibrate(Identity(80), 1, 0.05, epsilon, delta, seconds=2, seed=1)
+
+
+@pytest.mark.parametrize(("epsilon", "delta", "sigma"), [(8.0, 1e-12, 1.13), (30.0, 1e-9, 0.478)])
+def test_extreme_budgets_have_a_sigma(epsilon, delta, sigma):
+    C = BandedToeplitz([1, 0.5, 0.375, 0.3125], 80)
+    found = estimate_sigma(C, 4, 1 / 17, epsilon, delta, samples=2**11, seed=1)
+    assert found.sigma == pytest.approx(sigma, rel=0.02)
+
+
+def test_samples_of_which_a_few_decide_give_no_sigma():
+    """Once 0.279, at which two thousand samples happened to show delta: a hundredfold smaller one needs only 0.53."""
+    C = BandedToeplitz([1, 0.5, 0.375, 0.3125], 80)
+    with pytest.raises(NotCertifiedError, match=r"^delta=0\.001: .*noise for a smaller one serves this one"):
+        estimate_sigma(C, 4, 1 / 17, 16.0, 1e-3, samples=2**11, seed=1)
 
 
 def test_a_large_epsilon_is_certified():

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from scipy import special, stats
 
 from bandmf.accounting.bins.gram import gram_matrix
-from bandmf.accounting.bins.sampling import generator
 from bandmf.accounting.min_separation import privacy_loss
 from bandmf.accounting.min_separation.copies import Copies, most_copies
 from bandmf.accounting.min_separation.divergences import add_sums, best_copies, remove_sums
 from bandmf.accounting.min_separation.half_space import closed_bound, half_space, log_never
+from bandmf.accounting.samples import generator
 from bandmf.strategies import Banded, BandedToeplitz, Identity, banded_inverse_square_root
 from bins_oracles import moment as bins_moment
 from chance import RARE

@@ -291,12 +291,22 @@ def test_what_only_cyclic_poisson_has_asks_for_it(given):
         ({"mechanism": "blt"}, "blt", 4),
         ({"mechanism": "banded-inverse"}, "banded-inverse", 0),
         ({"mechanism": "banded-inverse", "inverse_bands": 4}, "banded-inverse", 0),
+        ({"inverse_bands": 3}, "banded-inverse", 0),
         ({"mechanism": "banded", "sampling": "balls-in-bins", "bands": 6}, "banded", 5),
         ({"sampling": "balls-in-bins", "bands": 6}, "banded", 5),
         ({"mechanism": "banded-inverse", "parameters": 10, "memory": 40.0 * 3}, "banded-inverse", 3),
         ({"parameters": 10, "memory": 1.0}, "banded-inverse", 0),  # memory for nothing
     ],
-    ids=["blt", "inverse", "inverse of 4", "banded", "bands", "inverse keeping 3", "no memory"],
+    ids=[
+        "blt",
+        "inverse",
+        "inverse of 4",
+        "inverse of 3",
+        "banded",
+        "bands",
+        "inverse keeping 3",
+        "no memory",
+    ],
 )
 def test_a_mechanism_that_is_asked_for_is_planned(given, mechanism, vectors):
     found = bandmf.plan(**SMALL, **given)
@@ -332,6 +342,11 @@ def test_a_strategy_of_ones_own_is_certified():
         ({"mechanism": "blt", "bands": 8}, "bands=8: has no meaning with mechanism='blt'"),
         ({"mechanism": "blt", "strategy": strategies.Identity(80)}, "has no meaning with mechanism='blt'"),
         ({"certify_seconds": 0}, "certify_seconds=0"),
+        ({"certify_seconds": -1, "sampling": "cyclic-poisson"}, "certify_seconds=-1"),
+        ({"certify_seconds": -1, "participation": FixedEpochs(4)}, "certify_seconds=-1"),
+        ({"mechanism": "blt", "participation": FixedEpochs(4)}, "mechanism='blt': plans with participation="),
+        ({"mechanism": "banded-inverse", "participation": FixedEpochs(4)}, "mechanism='banded-inverse'"),
+        ({"inverse_bands": 3, "participation": FixedEpochs(4)}, "inverse_bands=3: has no meaning"),
         ({"mechanism": "blt", "workload": workloads.momentum(80, 0.9)}, "running sums only"),
         ({"workload": SCHEDULED}, "must be Toeplitz"),
         ({"workload": SCHEDULED, "sampling": "balls-in-bins"}, "must be Toeplitz for balls-in-bins"),

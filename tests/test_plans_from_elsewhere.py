@@ -12,7 +12,7 @@ import pytest
 import bandmf
 from bandmf import _cache
 from bandmf.accounting import verified
-from bandmf.accounting.bins.sampling import Sums
+from bandmf.accounting.samples import Sums
 from bandmf.planning.plan_file import digest
 from bandmf.planning.search import bins
 
@@ -147,7 +147,7 @@ def test_a_large_epsilon_is_certified():
 @pytest.mark.filterwarnings("ignore:divide by zero")
 def test_a_budget_far_from_any_use_ends_in_a_sentence():
     with pytest.raises(
-        ValueError, match=r"^epsilon=100.0: no sigma was found .* use sampling='cyclic-poisson'"
+        ValueError, match=r"^delta=1e-06: .*samples do not show it near .* sampling='cyclic-poisson'"
     ):
         far(100.0)
 

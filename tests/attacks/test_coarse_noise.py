@@ -19,8 +19,7 @@ from bandmf.strategies import (
     banded_inverse_square_root,
     stamping,
 )
-from bandmf.strategies.rounding import rounding_error
-from bandmf.strategies.single_precision import check_noise, in_float32
+from bandmf.strategies.single_precision import in_float32
 
 EPSILON, DELTA = 8.0, 1e-5
 COORDINATES = 20_000
@@ -48,18 +47,18 @@ COARSE = {
     "growing": BandedToeplitz([1.0, -3.0], 2_000),
 }
 FINE = {
-    "banded inverse": banded_inverse_square_root(100, 16),
-    "BLT": BufferedToeplitz([0.2, 0.1], [0.98, 0.5], 100),
-    "Toeplitz": BandedToeplitz(1 / np.sqrt(np.arange(1, 17)), 100),
+    "banded inverse": banded_inverse_square_root(20, 16),
+    "BLT": BufferedToeplitz([0.2, 0.1], [0.98, 0.5], 20),
+    "Toeplitz": BandedToeplitz(1 / np.sqrt(np.arange(1, 17)), 20),
 }
 
 
-def last_release(strategy, scale, gradient, number):
+def last_release(strategy, scale, gradient, number, coordinates=COORDINATES):
     """Of as many runs as there are coordinates; the example takes part at the last step."""
-    engine = NumpyEngine(strategy, Key(bytes([number]) * 32), kernels="numpy")
-    state = engine.init({"w": (COORDINATES,)})
+    engine = NumpyEngine(strategy, Key(bytes([number]) * 32))
+    state = engine.init({"w": (coordinates,)})
     for step in range(strategy.steps):
-        released = np.full(COORDINATES, gradient if step == strategy.steps - 1 else 0.0, np.float32)
+        released = np.full(coordinates, gradient if step == strategy.steps - 1 else 0.0, np.float32)
         state = engine.add(state, {"w": released}, scale)
     return released.astype(np.float64)
 
@@ -74,15 +73,18 @@ def on_grid(released, gradient, spacing):
     return (off <= rounding) & (spacing > 40 * rounding)
 
 
-def reached_delta(strategy, scale):
-    """Of the best test that asks whether a release lies on a grid around 1 and not around 0."""
-    without, present = (last_release(strategy, scale, gradient, gradient + 1) for gradient in (0, 1))
-    best = 0.0
+def verdicts(strategy, scale, gradient, coordinates=COORDINATES):
+    """Of tests that ask whether a release lies on a grid around `gradient` and not around 0: (present, without)."""
+    releases = [last_release(strategy, scale, g, n, coordinates) for n, g in enumerate((gradient, 0.0))]
     for exponent in range(-24, 8):
         spacing = float(np.float32(scale)) * 2.0**exponent
-        says = [on_grid(each, 1, spacing) & ~on_grid(each, 0, spacing) for each in (present, without)]
-        best = max(best, says[0].mean() - math.exp(EPSILON) * says[1].mean())
-    return best
+        yield tuple(on_grid(each, gradient, spacing) & ~on_grid(each, 0, spacing) for each in releases)
+
+
+def reached_delta(strategy, scale, epsilon=EPSILON, gradient=1.0, coordinates=COORDINATES):
+    """Of the best such test."""
+    tests = verdicts(strategy, scale, gradient, coordinates)
+    return max(present.mean() - math.exp(epsilon) * without.mean() for present, without in tests)
 
 
 @pytest.mark.parametrize("name", sorted(COARSE.keys() - {"growing"}))
@@ -93,11 +95,36 @@ def test_coarse_noise_shows_who_took_part(name):
     assert reached_delta(strategy, scale * strategy.largest_column_norm()) > 100 * DELTA
 
 
+def accepted(strategy, epsilon):
+    args = {"epsilon": epsilon, "delta": DELTA, "examples": 10 * strategy.steps, "batch_size": 10}
+    return bandmf.plan(**args, steps=strategy.steps, strategy=strategy, participation=Single())
+
+
 @pytest.mark.parametrize("name", FINE)
 def test_the_same_attack_finds_nothing_in_noise_of_accepted_plans(name):
-    args = {"epsilon": EPSILON, "delta": DELTA, "examples": 1_000, "batch_size": 10, "steps": 100}
-    plan = bandmf.plan(**args, strategy=FINE[name], participation=Single())
-    assert reached_delta(plan.strategy, plan.noise_scale) < 20 * DELTA
+    """In one coordinate that holds the whole clip norm. With epsilon = 1 a false alarm outweighs 3 hits, not 3,000."""
+    plan = accepted(FINE[name], 1.0)
+    assert reached_delta(plan.strategy, plan.noise_scale, 1.0, coordinates=100_000) < 10 * DELTA
+
+
+def test_last_bits_of_accepted_noise_show_a_small_entry():
+    """What docs/guarantees.md names as not covered: a coordinate with a sixteenth of the clip norm, all else known."""
+    plan = accepted(FINE["Toeplitz"], 1.0)
+    assert reached_delta(plan.strategy, plan.noise_scale, 1.0, 1 / 16, coordinates=100_000) > 100 * DELTA
+
+
+def test_last_bits_of_many_coordinates_show_who_took_part():
+    """Not covered either: 256 coordinates of one gradient, epsilon = 8, and a plan for momentum."""
+    strategy = bandmf.optimize.banded_toeplitz(
+        100, 100, workload=bandmf.workloads.momentum(100, 0.9)
+    ).strategy
+    plan, size, runs, hits = accepted(strategy, EPSILON), 256, 200, 4
+    reached = 0.0
+    for present, without in verdicts(plan.strategy, plan.noise_scale, 1 / 16, size * runs):
+        often = (present.reshape(runs, size).sum(axis=1) >= hits).mean()
+        rate = (without.sum() + 3) / without.size  # an upper end, of single coordinates
+        reached = max(reached, often - math.exp(EPSILON) * (size * rate) ** hits / math.factorial(hits))
+    assert reached > 1000 * DELTA
 
 
 @pytest.mark.parametrize("sampling", ["balls-in-bins", "cyclic-poisson", None])
@@ -108,39 +135,3 @@ def test_strategies_with_coarse_noise_get_no_plan(name, sampling):
     args = {"epsilon": EPSILON, "delta": DELTA, "examples": 2_000, "batch_size": 2_000 / strategy.steps}
     with pytest.raises(ValueError, match=r"rounding error of the noise=.*could be read off"):
         bandmf.plan(**args, steps=strategy.steps, strategy=strategy, **more)
-
-
-def measured_error(strategy):
-    """The root mean square of C y - z at the worst step, for y of the engine."""
-    engine, coordinates = NumpyEngine(strategy, Key(bytes(32)), kernels="numpy"), 1_000
-    state, y = engine.init({"w": (coordinates,)}), []
-    for _ in range(strategy.steps):
-        y.append(np.zeros(coordinates, np.float32))
-        state = engine.add(state, {"w": y[-1]}, 1.0)
-    z = np.array([engine._source.draw(i, 0, 0, coordinates) for i in range(strategy.steps)], np.float64)
-    error = strategy.materialize() @ np.array(y, np.float64) - z
-    return float(np.sqrt((error**2).mean(axis=1)).max())
-
-
-ACCURATE = stamping(integrators(127.0, 50), 2)  # in epochs it runs by its outputs, of which nothing cancels
-
-
-@pytest.mark.parametrize(
-    "strategy", [*FINE.values(), ACCURATE, COARSE["Toeplitz"], COARSE["banded inverse"]], ids=repr
-)
-def test_the_rounding_error_has_the_order_of_magnitude_of_the_engine_s(strategy):
-    assert measured_error(strategy) / 4 < rounding_error(strategy) < 60 * measured_error(strategy)
-
-
-def test_buffers_keep_what_they_round():
-    """Partial sums alone would be below what the engine errs by."""
-    strategy = integrators(16.0, 100)
-    assert measured_error(strategy) < rounding_error(strategy) < 60 * measured_error(strategy)
-
-
-def test_general_strategies_are_judged_as_the_toeplitz_ones_that_they_equal():
-    toeplitz = BandedToeplitz(1 / np.sqrt(np.arange(1, 17)), 100, normalize_columns=False)
-    expected = rounding_error(toeplitz)
-    for same in (bandmf.strategies.Banded(toeplitz.columns()), Dense(toeplitz.materialize())):
-        assert rounding_error(same) == pytest.approx(expected, rel=0.5)
-    check_noise(toeplitz)

@@ -89,7 +89,7 @@ def plan(
         mechanism: "banded", for balls-in-bins also "blt" (4 vectors of noise) or "banded-inverse" (none, at as many
             draws as it has bands), or "auto": of those with nearly the least error the one whose noise takes the least
             time.
-        inverse_bands: How many bands a banded inverse has; 16 unless given.
+        inverse_bands: How many bands a banded inverse has, which is then the mechanism; 16 unless given.
         certify_seconds: About the time to certify balls-in-bins or b-min-sep in, after the search; less time is paid
             for with a little more noise.
         progress: Called with each candidate as it is found, to show it.
@@ -101,6 +101,7 @@ def plan(
         ValueError: An argument, or a combination, that cannot be honored; nothing is ignored.
     """
     _check.choice("sampling", sampling, ("auto", "cyclic-poisson", "balls-in-bins", "b-min-sep"))
+    seconds = _check.real("certify_seconds", certify_seconds, 0, open_low=True)
     request = checked_request(
         epsilon=epsilon,
         noise_multiplier=noise_multiplier,
@@ -124,16 +125,15 @@ def plan(
         sampling=None if participation is not None or sampling == "auto" else sampling,
     )
     if request.participation is not None:
-        if sampling != "auto":
-            raise _check.fail("sampling", sampling, "has no meaning for plans with participation=")
+        _check_unamplified(request, sampling)
         return _unamplified(request, progress)
     _check_combination(request, sampling)
     if _only_cyclic(request, sampling):
         return _cyclic(request, progress)
-    seconds = _check.real("certify_seconds", certify_seconds, 0, open_low=True)
     if sampling == "b-min-sep":
         return _separated(request, seconds, progress)
-    if sampling == "balls-in-bins" or request.mechanism in ("banded-inverse", "blt"):
+    unbanded = request.mechanism in ("banded-inverse", "blt") or request.inverse_bands is not None
+    if sampling == "balls-in-bins" or unbanded:
         return _binned(request, batch_size, seconds, progress)
     return _better(request, seconds, progress)
 
@@ -143,6 +143,23 @@ def checked_plan(plan: Plan) -> Plan:
     if not isinstance(plan, Plan):
         raise _check.fail("plan", type(plan).__name__, "must be a Plan", "make one with bandmf.plan(...)")
     return copy.copy(plan)
+
+
+def _check_unamplified(request: Request, sampling: str) -> None:
+    """Refuse what plans with `participation` have no use for."""
+    if sampling != "auto":
+        raise _check.fail("sampling", sampling, "has no meaning for plans with participation=")
+    if request.mechanism not in ("auto", "banded"):
+        raise _check.fail(
+            "mechanism",
+            request.mechanism,
+            "plans with participation= search banded strategies only",
+            "give the strategy= itself, or plan with sampling='balls-in-bins'",
+        )
+    if request.inverse_bands is not None:
+        raise _check.fail(
+            "inverse_bands", request.inverse_bands, "has no meaning for plans with participation="
+        )
 
 
 def _check_combination(request: Request, sampling: str) -> None:

@@ -8,10 +8,11 @@ True
 """
 
 from bandmf.accounting.bins.calibrate import calibrate
-from bandmf.accounting.bins.certificate import Certificate, NotCertifiedError, certify
+from bandmf.accounting.bins.certificate import Certificate, certify
 from bandmf.accounting.bins.chain import Chain
 from bandmf.accounting.bins.estimate import Estimate, estimate
 from bandmf.accounting.bins.gram import gram_matrix
+from bandmf.accounting.certified import NotCertifiedError
 
 __all__ = [
     "Certificate",

@@ -14,19 +14,13 @@ from collections.abc import Callable
 
 from bandmf import _check
 from bandmf._types import FloatArray
-from bandmf.accounting.bins.certificate import (
-    FAILURE,
-    Certificate,
-    NotCertifiedError,
-    certify,
-    most_samples,
-)
+from bandmf.accounting.bins.certificate import Certificate, certify, most_samples
 from bandmf.accounting.bins.divergences import add_sums, seconds_per_sample
 from bandmf.accounting.bins.estimate import Estimate, estimate
 from bandmf.accounting.bins.gram import checked_gram
 from bandmf.accounting.bins.half_space import half_space
 from bandmf.accounting.bins.loss import privacy_loss
-from bandmf.accounting.bins.tuning import LUCK, samples_for
+from bandmf.accounting.certified import FAILURE, LUCK, NotCertifiedError, samples_for
 
 _AIM = 0.94  # of delta
 _USED = 0.8  # of the time that is left: the rest is for another attempt
@@ -120,17 +114,11 @@ def _aim(
     aim = max((allowed - tail) / (1 + spread), 1e-3 * delta)
     rise = math.log(delta / aim) / abs(pilot.slope) + _PILOT_LUCK * pilot.relative_standard_error
     sigma = pilot.sigma * math.exp(rise)
-    return sigma, samples, _add_samples(gram, pilot, sigma, epsilon, allowed, samples, log_term)
+    return sigma, samples, _add_samples(gram, sigma, epsilon, allowed, samples, log_term)
 
 
 def _add_samples(
-    gram: FloatArray,
-    pilot: Estimate,
-    sigma: float,
-    epsilon: float,
-    allowed: float,
-    most: int,
-    log_term: float,
+    gram: FloatArray, sigma: float, epsilon: float, allowed: float, most: int, log_term: float
 ) -> int:
     """Samples that show the add direction to be below what is allowed; 0 where that needs none."""
     loss = privacy_loss(gram, sigma)

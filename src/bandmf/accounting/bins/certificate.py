@@ -14,7 +14,6 @@ failure / 2^i, half of it for each direction.
 
 from __future__ import annotations
 
-import math
 import secrets
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -26,25 +25,22 @@ from bandmf.accounting.bins.divergences import add_sums, remove_sums, seconds_pe
 from bandmf.accounting.bins.gram import checked_gram, marks
 from bandmf.accounting.bins.half_space import half_space
 from bandmf.accounting.bins.loss import PrivacyLoss, privacy_loss
-from bandmf.accounting.bins.sampling import upper_bound
 from bandmf.accounting.bins.tuning import tune
-from bandmf.accounting.events import MAX_EPSILON, MIN_EPSILON
+from bandmf.accounting.certified import (
+    ALIKE,
+    FAILURE,
+    NotCertifiedError,
+    alike,
+    checked_budget,
+    checked_samples,
+)
+from bandmf.accounting.samples import upper_bound
 
-FAILURE = 1e-3  # of delta, unless told otherwise: the best of m certified plans has (m - 1) times as much in addition
 MOST_WORK = (
     2**37
 )  # of all samples: half an hour on two cores, beyond which nobody would wait for a verification
 _TUNING = 1024  # samples
-_ALIKE = 1e-4  # relative: another machine rounds, and now and then draws, a little differently
 _SAME_GRAM = 1e-7
-
-
-class NotCertifiedError(ValueError):
-    """The bounds do not fit into delta, or a certificate does not say what was computed again."""
-
-    def __init__(self, message: str, remove: float = math.inf, add: float = math.inf) -> None:
-        super().__init__(message)
-        self.remove, self.add = remove, add
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +106,8 @@ class Certificate:
         )
         stored = (self.weight_bound, self.remove, self.add)
         computed = (again.weight_bound, again.remove, again.add)
-        unseeded = self.add_samples == 0 and not alike([self.add], [again.add], _ALIKE)
-        if unseeded or (again.seed == self.seed and not alike(stored, computed, _ALIKE)):
+        unseeded = self.add_samples == 0 and not alike([self.add], [again.add], ALIKE)
+        if unseeded or (again.seed == self.seed and not alike(stored, computed, ALIKE)):
             raise NotCertifiedError(f"certificate: it says {stored}, but computed again this is {computed}")
         return again
 
@@ -160,7 +156,7 @@ def certify(
     4.26
     >>> certify(one, 4.20, 1.0, 1e-6, samples=40_000, seed=1)
     Traceback (most recent call last):
-    bandmf.accounting.bins.certificate.NotCertifiedError: sigma=4.2: not certified for epsilon=1.0, ...
+    bandmf.accounting.certified.NotCertifiedError: sigma=4.2: not certified for epsilon=1.0, ...
     """
     budget = checked_budget(epsilon, delta, FAILURE * delta if failure is None else failure, attempt)
     epsilon, delta, failure = budget["epsilon"], budget["delta"], budget["failure"]
@@ -229,25 +225,3 @@ def _sampled_bound(
 def most_samples(cycle: int, chain: Chain) -> int:
     """Samples that a certificate may have: more take longer to verify than anyone would wait."""
     return MOST_WORK // (max(cycle, 16) * (7 + chain.length))  # as measured, up to a factor of two
-
-
-def checked_samples(samples: int, add_samples: int, most: int) -> dict[str, int]:
-    remedy = "a certificate with more takes hours to verify; make a new plan with bandmf.plan"
-    return {
-        "samples": _check.whole("samples", samples, 2, most, remedy=remedy),
-        "add_samples": _check.whole("add_samples", add_samples, 0, most, remedy=remedy),
-    }
-
-
-def checked_budget(epsilon: float, delta: float, failure: float, attempt: int) -> dict[str, Any]:
-    delta = _check.real("delta", delta, 1e-15, 1, open_high=True)
-    return {
-        "epsilon": _check.real("epsilon", epsilon, MIN_EPSILON, MAX_EPSILON),
-        "delta": delta,
-        "failure": _check.real("failure", failure, 0, delta, open_low=True, open_high=True),
-        "attempt": _check.whole("attempt", attempt, 1, 50),
-    }
-
-
-def alike(some: Any, others: Any, tolerance: float) -> bool:
-    return all(math.isclose(x, y, rel_tol=tolerance) for x, y in zip(some, others, strict=True))

@@ -7,7 +7,7 @@ import time
 from bandmf.accounting.bins.chain import Chain
 from bandmf.accounting.bins.half_space import half_space
 from bandmf.accounting.bins.loss import PrivacyLoss
-from bandmf.accounting.bins.sampling import Sums, sample_sums
+from bandmf.accounting.samples import Sums, sample_sums
 
 REMOVE, ADD, PILOT, ESTIMATE, POSTERIOR, CLOCK = range(6)  # streams; certificates use the first two alone
 

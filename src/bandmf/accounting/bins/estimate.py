@@ -1,13 +1,11 @@
 """Sigma by Monte Carlo, with its standard error; and how delta depends on every entry of the Gram matrix.
 
-log delta falls almost linearly in log sigma (slope -20 to -45), and with common random numbers it is a smooth
-curve: a few secant steps. An estimate proves nothing; `calibrate` certifies.
+An estimate proves nothing; `calibrate` certifies.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,25 +13,18 @@ import numpy as np
 from bandmf import _check
 from bandmf._types import FloatArray
 from bandmf.accounting.bins import tuning
-from bandmf.accounting.bins.certificate import NotCertifiedError
 from bandmf.accounting.bins.divergences import ESTIMATE, POSTERIOR, add_sums, remove_sums
 from bandmf.accounting.bins.gram import checked_gram
 from bandmf.accounting.bins.loss import privacy_loss
-from bandmf.accounting.bins.sampling import Sums, generator, one_thread
 from bandmf.accounting.bins.tuning import Pilot
 from bandmf.accounting.events import MAX_EPSILON, MIN_EPSILON
+from bandmf.accounting.sampled_root import RELIABLE, approach, not_found, solve
+from bandmf.accounting.samples import Sums, generator, one_thread
 
-_ROUGH = 1024  # samples of a first look
+_ROUGH = (2**10, 2**13, 2**15)  # samples of a first look: more where fewer show nothing
 _BOUND_OVER_DELTA = 100.0  # about, for the chain of least bound
-_SLOPES = (-200.0, -2.0)  # of log delta over log sigma, that are believed
-_SHORT, _BASE = (
-    2e-3,
-    0.02,
-)  # steps of log sigma: too short for a slope (draws jump), and the one for the last slope
 _WINDOW = 0.15  # of log L around epsilon, for the posterior there
 _CLOSE, _WIDEST = 30, 100.0  # samples in it, and where to stop widening it
-_NOTHING = 1e-300  # in place of a mean of zero
-Curve = Callable[[float], Sums]
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +82,7 @@ def _estimate(
     if added is not None and added[0].mean > delta:  # never seen, but not excluded
         sigma, sums, slope = solve(lambda sigma: _added(gram, sigma, epsilon, samples, seed), sigma, delta)
         added = sums, added[1]
-    T = _posterior(gram, sigma, epsilon, pilot, samples, seed) if posterior else None
+    T = _posterior(gram, sigma, epsilon, delta, pilot, samples, seed) if posterior else None
     error = sums.standard_error / sums.mean / abs(slope)
     return Estimate(sigma, error, slope, pilot, 1.0 if added is None else added[0].mean, T)
 
@@ -103,17 +94,20 @@ def _added(gram: FloatArray, sigma: float, epsilon: float, samples: int, seed: i
 
 def _tuned(gram: FloatArray, epsilon: float, delta: float, seed: int) -> tuple[float, Pilot]:
     """A sigma near the solution, and a chain that suits it."""
-    sigma, slope = _guess(gram, epsilon, delta), -30.0
-    for _ in range(20):
-        pilot = tuning.tune(privacy_loss(gram, sigma), epsilon, _ROUGH, seed)
-        off = math.log(max(pilot.mean, 1e-300) / delta)
-        if abs(off) < 1.0:
-            break
-        sigma *= math.exp(min(max(-off / slope, -0.1), 0.1))
-    else:
-        remedy = "the budget is far from any use with bins: use sampling='cyclic-poisson'"
-        raise _check.fail("epsilon", epsilon, f"no sigma was found for delta={delta}", remedy)
-    return sigma, pilot
+
+    def look(sigma: float) -> tuple[float, Pilot]:
+        loss = privacy_loss(gram, sigma)
+        for rough in _ROUGH:
+            pilot = tuning.tune(loss, epsilon, rough, seed)
+            if pilot.mean <= 0:  # no sample is beyond epsilon: too much noise
+                return 0.0, pilot
+            if pilot.relative_variance < rough / RELIABLE**2:
+                return pilot.mean, pilot
+        if (most := pilot.chain.bound(loss, epsilon)) < delta:  # certainly too much noise
+            return most, pilot
+        raise not_found(delta, sigma, rough)
+
+    return approach(look, _guess(gram, epsilon, delta), delta)
 
 
 def _guess(gram: FloatArray, epsilon: float, delta: float) -> float:
@@ -122,7 +116,7 @@ def _guess(gram: FloatArray, epsilon: float, delta: float) -> float:
 
     def excess(log_sigma: float) -> float:
         K = row * math.exp(-2 * log_sigma)
-        least = min(float(tuning.log_bounds(K, len(gram), epsilon, a).min()) for a in (1.0, 2.0))
+        least = min(float(tuning.log_bounds(K, epsilon, a).min()) for a in (1.0, 2.0))
         return least - math.log(_BOUND_OVER_DELTA * delta)
 
     middle = math.log(row.max()) / 2
@@ -133,41 +127,8 @@ def _guess(gram: FloatArray, epsilon: float, delta: float) -> float:
     return math.exp(high)
 
 
-def solve(curve: Curve, sigma: float, delta: float) -> tuple[float, Sums, float]:
-    """Sigma, sums and slope where the sampled curve meets delta: secant steps on log scales.
-
-    Where no sample is beyond epsilon the curve is zero, and steps go back to a smaller sigma.
-    """
-
-    def height(sums: Sums) -> float:
-        return math.log(max(sums.mean, _NOTHING) / delta)
-
-    slope = -30.0
-    x, sums = math.log(sigma), curve(sigma)
-    for _ in range(12):
-        value = height(sums)
-        step = min(max(-value / slope, -0.05), 0.05)
-        if abs(step) < 1e-5:
-            break
-        sums = curve(math.exp(x + step))
-        if abs(step) > _SHORT:
-            slope = _believed((height(sums) - value) / step)
-        x += step
-    if sums.mean <= 0:
-        raise NotCertifiedError(
-            f"delta={delta:g}: {sums.count} samples show nothing near sigma={math.exp(x):.4g}; raise delta, or use "
-            "sampling='cyclic-poisson'"
-        )
-    ahead = curve(math.exp(x + _BASE))
-    return math.exp(x), sums, _believed((height(ahead) - height(sums)) / _BASE)
-
-
-def _believed(slope: float) -> float:
-    return min(max(slope, _SLOPES[0]), _SLOPES[1])
-
-
 def _posterior(
-    gram: FloatArray, sigma: float, epsilon: float, pilot: Pilot, samples: int, seed: int
+    gram: FloatArray, sigma: float, epsilon: float, delta: float, pilot: Pilot, samples: int, seed: int
 ) -> FloatArray:
     """T, from the samples with log L close to epsilon; where few are close, those not so close count, too."""
     loss, window = privacy_loss(gram, sigma), _WINDOW
@@ -179,5 +140,7 @@ def _posterior(
             T += (p * weights[:, None]).T @ p
             close += len(p)
         if close >= min(_CLOSE, samples) or window > _WIDEST:
+            if not T.sum() > 0:  # weights that all vanish
+                raise not_found(delta, sigma, samples)
             return T / T.sum()
         window *= 2

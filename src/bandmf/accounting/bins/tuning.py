@@ -11,11 +11,11 @@ from bandmf._types import FloatArray
 from bandmf.accounting.bins.chain import MAX_LENGTH, Chain
 from bandmf.accounting.bins.divergences import PILOT, remove_sums
 from bandmf.accounting.bins.loss import PrivacyLoss
+from bandmf.accounting.certified import samples_for
 
 _POWERS = (1.0, 1.5, 2.0)
 _COST = (7.0, 1.0)  # microseconds of a sample, and of each position in its chain (128 positions)
 _MARGIN = 0.05  # of delta, to which costs are compared
-LUCK = 3.0  # standard errors by which a fresh mean may be above the expected one
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,11 @@ class Pilot:
         return self.margin_samples(_MARGIN, 20.0) * (base + each * self.chain.length)
 
 
-def samples_for(variance: float, bound: float, margin: float, log_term: float) -> float:
-    """Samples until (sqrt(2 l) + LUCK) sqrt(variance / n) + 7 bound l / (3 n) <= margin."""
-    spread = (math.sqrt(2 * log_term) + LUCK) * math.sqrt(variance)
-    tail = 7 / 3 * log_term * bound
-    return ((spread + math.sqrt(spread**2 + 4 * margin * tail)) / (2 * margin)) ** 2
-
-
 def tune(loss: PrivacyLoss, epsilon: float, samples: int, seed: int) -> Pilot:
     """A chain with few samples needed: from the one of least bound, longer while it pays, at each power."""
     best: Pilot | None = None
     for power in _POWERS:
-        length = int(np.argmin(log_bounds(np.array([loss.K[0]]), loss.cycle, epsilon, power))) + 1
+        length = int(np.argmin(log_bounds(np.array([loss.K[0]]), epsilon, power))) + 1
         previous = math.inf
         while length <= MAX_LENGTH:
             tried = pilot(loss, epsilon, Chain(power, length), samples, seed)
@@ -70,7 +63,7 @@ def pilot(loss: PrivacyLoss, epsilon: float, chain: Chain, samples: int, seed: i
     return Pilot(chain, sums.mean, sums.relative_variance, bound)
 
 
-def log_bounds(rows: FloatArray, cycle: int, epsilon: float, power: float) -> FloatArray:
+def log_bounds(rows: FloatArray, epsilon: float, power: float) -> FloatArray:
     """log B for the lengths 1 ... MAX_LENGTH as these rows of K alone would have it: a guess of the bound."""
     lengths = np.arange(1, MAX_LENGTH + 1)
     tilts = power + lengths - 1

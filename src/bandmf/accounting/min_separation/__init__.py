@@ -21,7 +21,7 @@ The more copies a small epsilon asks for, the smaller b must be for their table 
 True
 """
 
-from bandmf.accounting.bins.certificate import NotCertifiedError
+from bandmf.accounting.certified import NotCertifiedError
 from bandmf.accounting.min_separation.calibrate import calibrate
 from bandmf.accounting.min_separation.certificate import Certificate, certify
 from bandmf.accounting.min_separation.estimate import Estimate, estimate_sigma

@@ -11,8 +11,7 @@ import secrets
 import time
 
 from bandmf import _check
-from bandmf.accounting.bins.certificate import FAILURE, NotCertifiedError
-from bandmf.accounting.bins.tuning import LUCK, samples_for
+from bandmf.accounting.certified import FAILURE, LUCK, NotCertifiedError, samples_for
 from bandmf.accounting.min_separation.certificate import Certificate, certify, most_samples
 from bandmf.accounting.min_separation.copies import Copies
 from bandmf.accounting.min_separation.divergences import PILOT, add_sums, seconds_per_sample

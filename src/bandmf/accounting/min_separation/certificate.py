@@ -17,23 +17,23 @@ from typing import Any
 import numpy as np
 
 from bandmf import _check
-from bandmf.accounting.bins.certificate import (
+from bandmf.accounting.certified import (
+    ALIKE,
     FAILURE,
     NotCertifiedError,
     alike,
     checked_budget,
     checked_samples,
 )
-from bandmf.accounting.bins.sampling import upper_bound
 from bandmf.accounting.min_separation.copies import MAX_COPIES, Copies
 from bandmf.accounting.min_separation.divergences import add_sums, best_copies, remove_sums
 from bandmf.accounting.min_separation.half_space import closed_bound
 from bandmf.accounting.min_separation.law import checked_law
 from bandmf.accounting.min_separation.loss import Loss, privacy_loss
+from bandmf.accounting.samples import upper_bound
 from bandmf.strategies.base import Strategy
 
 MOST_WORK = 2**33  # steps of all samples: half an hour on two cores
-_ALIKE = 1e-4  # relative: another machine rounds, and now and then draws, a little differently
 _SAME_COLUMNS = 1e-7
 
 
@@ -102,8 +102,8 @@ class Certificate:
         )
         stored = (self.weight_bound, self.remove, self.add)
         computed = (again.weight_bound, again.remove, again.add)
-        unseeded = self.add_samples == 0 and not alike([self.add], [again.add], _ALIKE)
-        if unseeded or (again.seed == self.seed and not alike(stored, computed, _ALIKE)):
+        unseeded = self.add_samples == 0 and not alike([self.add], [again.add], ALIKE)
+        if unseeded or (again.seed == self.seed and not alike(stored, computed, ALIKE)):
             raise NotCertifiedError(f"certificate: it says {stored}, but computed again this is {computed}")
         return again
 
@@ -152,7 +152,7 @@ def certify(
     1.1
     >>> certify(Identity(64), 4, 0.1, 0.9, 4.0, 1e-5, samples=20_000, seed=1)
     Traceback (most recent call last):
-    bandmf.accounting.bins.certificate.NotCertifiedError: sigma=0.9: not certified for epsilon=4.0, ...
+    bandmf.accounting.certified.NotCertifiedError: sigma=0.9: not certified for epsilon=4.0, ...
     """
     budget = checked_budget(epsilon, delta, FAILURE * delta if failure is None else failure, attempt)
     epsilon, delta, failure = budget["epsilon"], budget["delta"], budget["failure"]

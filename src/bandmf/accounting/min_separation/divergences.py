@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
-from bandmf.accounting.bins.sampling import Sums, sample_sums
 from bandmf.accounting.min_separation.copies import Copies, most_copies
 from bandmf.accounting.min_separation.half_space import half_space, sample_add
 from bandmf.accounting.min_separation.loss import Loss
+from bandmf.accounting.samples import Sums, sample_sums
 
 REMOVE, ADD, PILOT, ESTIMATE, CLOCK = range(5)  # streams; certificates use the first two alone
 _NUMBERS = 2**20  # computed at once: rows * steps

@@ -9,8 +9,6 @@ from functools import partial
 import numpy as np
 
 from bandmf import _check
-from bandmf.accounting.bins.estimate import solve
-from bandmf.accounting.bins.sampling import Sums
 from bandmf.accounting.events import MAX_EPSILON, MIN_EPSILON
 from bandmf.accounting.min_separation.copies import MAX_COPIES, Copies, TooLittleNoiseError, most_copies
 from bandmf.accounting.min_separation.divergences import (
@@ -22,12 +20,13 @@ from bandmf.accounting.min_separation.divergences import (
 )
 from bandmf.accounting.min_separation.half_space import closed_bound, log_never
 from bandmf.accounting.min_separation.loss import Loss, privacy_loss
+from bandmf.accounting.sampled_root import RELIABLE, approach, not_found, solve
+from bandmf.accounting.samples import Sums
 from bandmf.strategies.base import Strategy
 
 _BOUND_OVER_DELTA = 30.0  # about, for the best number of copies
 _FEW = 4  # copies, for a first look
 _ROUGH = (2**10, 2**12, 2**15)  # samples: more where fewer show nothing
-_SLOPE = -30.0
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def estimate_sigma(
     try:
         return _estimate(law, strategy.largest_column_norm(), epsilon, delta, samples, seed, workers)
     except (ArithmeticError, TooLittleNoiseError):
-        raise _far(epsilon, delta) from None
+        raise not_found(delta) from None
 
 
 def _estimate(
@@ -114,30 +113,18 @@ def _added(loss: Loss, epsilon: float, samples: int, seed: int, workers: int | N
 
 def _tuned(law: partial[Loss], norm: float, epsilon: float, delta: float, seed: int) -> tuple[float, int]:
     """A sigma near the solution, and a number of copies that suits it."""
-    sigma = _guess(law, norm, epsilon, delta)
-    for _ in range(20):
+
+    def look(sigma: float) -> tuple[float, int]:
         proposal = best_copies(law(sigma=sigma), epsilon)
         for rough in _ROUGH:
             sums = remove_sums(proposal, epsilon, rough, seed, stream=PILOT)
-            if sums.mean > 2 * sums.standard_error:
-                break
-        else:
-            if epsilon > 1:
-                raise _far(epsilon, delta)
-            reached = f"{proposal.copies} copies"
-            raise _check.fail(
-                "epsilon", epsilon, f"too small to be sampled with {reached}", "use fewer bands"
-            )
-        off = math.log(sums.mean / delta)
-        if abs(off) < 1.0:
-            return sigma, proposal.copies
-        sigma *= math.exp(min(max(-off / _SLOPE, -0.1), 0.1))
-    raise _far(epsilon, delta)
+            if sums.mean > RELIABLE * sums.standard_error:
+                return sums.mean, proposal.copies
+        if (most := proposal.bound(epsilon)) < delta:  # certainly too much noise
+            return most, proposal.copies
+        raise not_found(delta, sigma, rough)
 
-
-def _far(epsilon: float, delta: float) -> ValueError:
-    remedy = "the budget is far from any use with b-min-sep: use sampling='cyclic-poisson'"
-    return _check.fail("epsilon", epsilon, f"no sigma was found for delta={delta}", remedy)
+    return approach(look, _guess(law, norm, epsilon, delta), delta)
 
 
 def _guess(law: partial[Loss], norm: float, epsilon: float, delta: float) -> float:

@@ -37,13 +37,15 @@ def in_bins(request: Request) -> Request:
 def families(request: Request) -> Iterator[tuple[str, int]]:
     """(mechanism, size) of what is worth trying: what was asked for, or what fits workload and memory."""
     asked, room, cycle = request.mechanism, request.max_vectors, request.cycle or 1
+    if asked == "auto" and request.inverse_bands is not None:
+        asked = "banded-inverse"
     asked = "banded" if request.bands is not None else asked
     room = request.steps if room is None else room
     fits = request.workload.is_prefix and room >= BUFFERS
     if asked == "blt" or (asked == "auto" and fits):
         yield "blt", BUFFERS
     inverse = request.inverse_bands or INVERSE_BANDS
-    wanted = cycle <= _MANY_BINS or not fits or request.inverse_bands is not None
+    wanted = cycle <= _MANY_BINS or not fits
     if asked == "banded-inverse" or (
         asked == "auto" and request.workload.coefficients is not None and wanted
     ):
