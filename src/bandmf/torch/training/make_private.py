@@ -139,7 +139,7 @@ def make_private(
     clip = make_clipping(clipping, model, parameters, clip_norm, per_layer)
     mean_loss = loss_reduction == "mean"
     stepper = Stepper(plan, key, batches, parameters, clip_norm, clip, mean_loss, model, ranks)
-    stepper.self_test = SelfTest(model, stepper) if self_test else None
+    stepper.self_test = SelfTest(model, stepper, optimizer) if self_test else None
     _check_allocated(plan, stepper)
     provenance = {
         "plan": plan.digest, "steps": plan.steps, "key": key.fingerprint, "clip_norm": clip_norm,

@@ -161,6 +161,8 @@ class Stepper:
 
     def abandon(self) -> None:
         """Forget an accumulation that was not finished; nothing of it was released."""
+        if self.self_test is not None:
+            self.self_test.close()
         self._piece, self._partial, self._failed = None, False, False
         self.generators.give_back()
         self.clipping.record(None)
