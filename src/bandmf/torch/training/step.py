@@ -66,6 +66,9 @@ class Stepper:
         self.plan, self.sampler, self.ranks, self.clipping = plan, sampler, ranks, clipping
         self.parameters, self.mean_loss = parameters, mean_loss
         self.watch = Watch(model)
+        self.in_lightning = hasattr(
+            model, "automatic_optimization"
+        )  # a LightningModule, without importing it
         self.generators = Generators(key, ranks.rank)
         self.self_test: SelfTest | None = None
         self.left_out = torch.zeros((), dtype=torch.int64)  # examples whose gradient was not finite

@@ -78,7 +78,8 @@ def _schedulers(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
     Nothing but the garbage collector knows them all. Those inside of others are found by themselves.
     """
     kinds, groups = set(_kinds(LRScheduler)), optimizer.param_groups
-    found: list[LRScheduler] = [each for each in gc.get_objects() if type(each) in kinds]
+    everything: list[Any] = gc.get_objects()
+    found = [each for each in everything if type(each) in kinds]
     return [each for each in found if getattr(vars(each).get("optimizer"), "param_groups", None) is groups]
 
 
