@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from bandmf import optimize as optimizers
-from bandmf import plots, strategies, workloads
+from bandmf import strategies, workloads
 from bandmf._types import FloatArray
 from bandmf.cli import outputs, show
 from bandmf.error import max_error, per_step_error, rmse
@@ -203,6 +203,8 @@ def _text(name: str, value: object) -> str:
 
 
 def _plot(strategy: strategies.Strategy, workload: Workload, path: Path) -> Path:
+    from bandmf import plots
+
     errors = {
         f"{strategy.bands:,} bands": per_step_error(strategy, workload=workload),
         "independent noise": per_step_error(strategies.Identity(strategy.steps), workload=workload),

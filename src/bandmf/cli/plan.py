@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from bandmf import plots, workloads
+from bandmf import workloads
 from bandmf.cli import outputs, show
 from bandmf.participation import MinSeparation
 from bandmf.planning import Candidate, Plan
@@ -28,6 +28,7 @@ _NAMES = {
     "rmse": "RMSE",
     "mean_rmse": "RMSE of means",
     "memory": "noise memory per device",
+    "rule_of_thumb": "bands by the paper's rule of thumb",
 }
 
 
@@ -116,6 +117,8 @@ def plan(
         if save is not None:
             made.save(save)
         if plot is not None:
+            from bandmf import plots  # matplotlib, which takes a second
+
             line.update("drawing")
             plots.save(made.plot(progress), plot)
     if json:

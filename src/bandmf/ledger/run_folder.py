@@ -60,7 +60,7 @@ class Opened:
     def _begin(self, run: dict[str, Any], plan: Plan) -> int:
         assert self.ledger is not None
         if self._folder is not None:
-            make_private_folder(self._folder)
+            _make(self._folder)
             for name in (KEY, LEDGER, PLAN):
                 for draft in self._folder.glob(f".{name}.*"):
                     draft.unlink(missing_ok=True)  # of a start that was interrupted
@@ -69,6 +69,16 @@ class Opened:
             _keep(self._user_key, self._folder / KEY)
             _keep_plan(plan, self._folder / PLAN)
         return self.ledger.steps_released
+
+
+def _make(folder: Path) -> None:
+    try:
+        make_private_folder(folder)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise _check.fail(
+            "run_folder", str(folder), f"cannot be made ({reason})", "give another folder"
+        ) from error
 
 
 def _user_key(key: Key | None, folder: Path | None) -> Key:

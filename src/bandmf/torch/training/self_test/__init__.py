@@ -77,7 +77,7 @@ _of_models: WeakKeyDictionary[nn.Module, SelfTest] = WeakKeyDictionary()
 
 def end_earlier(model: nn.Module) -> None:
     """If rehearsals of this model were left in the middle, by an error say, leave it as it was."""
-    if (earlier := _of_models.get(model)) is not None:
+    if isinstance(model, nn.Module) and (earlier := _of_models.get(model)) is not None:
         earlier.close()
 
 

@@ -78,12 +78,11 @@ def _schedulers(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
     Nothing but the garbage collector knows them all. Those inside of others are found by themselves.
     """
     kinds, groups = set(_kinds(LRScheduler)), optimizer.param_groups
-    everything: list[Any] = gc.get_objects()
-    found = [each for each in everything if type(each) in kinds]
+    found = [each for each in gc.get_objects() if type(each) in kinds]
     return [each for each in found if getattr(vars(each).get("optimizer"), "param_groups", None) is groups]
 
 
-def _kinds(kind: type) -> Iterator[type]:
+def _kinds(kind: type[Any]) -> Iterator[type[Any]]:
     yield kind
-    for each in kind.__subclasses__():
+    for each in type.__subclasses__(kind):
         yield from _kinds(each)
