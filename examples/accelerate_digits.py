@@ -53,8 +53,9 @@ while not private.finished:
 with torch.no_grad():
     guesses = model(torch.from_numpy(images.test).flatten(1).to(accelerator.device)).argmax(1).cpu()
 accuracy = (guesses == torch.from_numpy(images.test_labels)).float().mean().item()
+processes = "1 process" if accelerator.num_processes == 1 else f"{accelerator.num_processes} processes"
 accelerator.print(
-    f"{private.steps_taken} steps on {accelerator.num_processes} processes, learning rate "
+    f"{private.steps_taken} steps on {processes}, learning rate "
     f"{schedule.get_last_lr()[0]:.3f}, epsilon={private.spent():.2f}: held-out accuracy {accuracy:.1%}"
 )
 accelerator.end_training()

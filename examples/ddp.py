@@ -15,6 +15,8 @@ import bandmf
 import bandmf.torch
 from bandmf.demo import datasets
 
+if "RANK" not in os.environ:
+    raise SystemExit("start it with torchrun: torchrun --nproc-per-node=2 examples/ddp.py")
 if torch.cuda.is_available():
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)

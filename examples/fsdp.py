@@ -22,6 +22,8 @@ parser.add_argument("--epsilon", type=float, default=8.0)
 parser.add_argument("--epochs", type=float, default=2.0)
 arguments = parser.parse_args()
 
+if "RANK" not in os.environ:
+    raise SystemExit("start it with torchrun: torchrun --nproc-per-node=2 examples/fsdp.py")
 dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 images = datasets.digits()
 x, y = torch.from_numpy(images.train).flatten(1).float(), torch.from_numpy(images.train_labels)

@@ -224,7 +224,7 @@ def test_train_compares_the_mechanisms(tmp_path, epochs):
         (["plan", *BUDGET, "--epsilon", "-1"], "epsilon=-1.0"),
         (["plan", *BUDGET, "--epsilon", "inf"], "epsilon=inf"),
         (["plan", *BUDGET, "--momentum", "2"], "momentum=2.0"),
-        (["plan", *BUDGET, "--epochs", "2", "--momentum", "0.9"], "steps, epochs: give exactly one"),
+        (["plan", *BUDGET, "--epochs", "2", "--momentum", "0.9"], "--steps, --epochs: give exactly one"),
         (["optimize", "--steps", "64", "--gap", "0.1"], "gap=0.1: has no meaning for toeplitz"),
         (["optimize", "--steps", "64", "--family", "dense", "--normalize", "no"], "normalize=no"),
         (["optimize", "--steps", "64", "--family", "horizon", "--objective", "max"], "objective='max'"),

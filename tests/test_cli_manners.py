@@ -14,6 +14,7 @@ import sys
 import time
 import tomllib
 import urllib.error
+import warnings
 
 import pytest
 from rich.console import Console
@@ -22,8 +23,10 @@ from typer.testing import CliRunner
 
 import bandmf
 from bandmf import _extras, cli
+from bandmf._files import write_whole
 from bandmf.cli import app, commands, failures, outputs, show
 from bandmf.demo import datasets, download
+from bandmf.paper.run import _unheard_interrupts
 from bandmf.planning.compare import Comparison
 from pages import ROOT
 
@@ -217,12 +220,12 @@ def test_a_file_that_cannot_be_written_is_refused_before_work_begins(
         (f"folder/{file}", "is a folder; give the name of a file"),
     ):
         status, out, err = run(f"{command} --{option} {path}", capsys)
-        assert (status, out, err) == (2, "", f"bandmf: {option}='{path}': {reason}\n")
+        assert (status, out, err) == (2, "", f"bandmf: --{option}='{path}': {reason}\n")
     monkeypatch.setattr(outputs.os, "access", lambda path, mode: False)
     status, _, err = run(f"{command} --{option} {file}", capsys)
     assert (status, err) == (
         2,
-        f"bandmf: {option}='{file}': nothing may be written to '.'; give another folder\n",
+        f"bandmf: --{option}='{file}': nothing may be written to '.'; give another folder\n",
     )
     if option != "save":
         monkeypatch.undo()
@@ -262,7 +265,7 @@ def test_folders_and_doubled_names_are_refused_as_well(tmp_path, capsys):
         (f"plan {BUDGET} --steps=many", "steps='many': "),
         (f"plan {BUDGET} --epsilon nan", "epsilon=nan: must be a finite number in [0.001, 200]"),
         (f"plan {BUDGET} --delta 2", "delta=2.0: must be a finite number in (0, 1)"),
-        (f"plan {BUDGET} --batch-size 60000", "batch_size=60000.0: must be a finite number in (0, 6000]"),
+        (f"plan {BUDGET} --batch-size 60000", "--batch-size=60000.0: must be a finite number in (0, 6000]"),
         (f"plan {BUDGET} --examples 0", "examples=0: must be a whole number"),
         (
             f"plan {BUDGET} --bands 500",
@@ -274,11 +277,11 @@ def test_folders_and_doubled_names_are_refused_as_well(tmp_path, capsys):
         ),
         (f"plan {BUDGET} --memory lots --parameters 9", "memory='lots': must be bytes"),
         (f"plan {BUDGET} --sampling dice", "sampling='dice': must be one of"),
-        (f"plan {BUDGET} --explain --json", "explain, json: give at most one"),
-        ("compare --steps 10", "steps, epochs, delta: all three are needed"),
+        (f"plan {BUDGET} --explain --json", "--explain, --json: give at most one"),
+        ("compare --steps 10", "--steps, --epochs, --delta: all three are needed"),
         (
             "compare --steps 10 --epochs 20 --delta 1e-6",
-            "epochs=20: must be a whole number between 1 and steps=10",
+            "epochs=20: must be a whole number between 1 and --steps=10",
         ),
         ("optimize --steps -5", "steps=-5: must be a whole number at least 1"),
         ("optimize --steps 9 --family best", "family='best': "),
@@ -290,7 +293,7 @@ def test_folders_and_doubled_names_are_refused_as_well(tmp_path, capsys):
         ),
         ("train --dataset cifar", "dataset='cifar': must be one of"),
         ("train --data nowhere", "data='nowhere': has no train-images-idx3-ubyte.gz"),
-        ("train --dataset digits --clip-norm nan", "clip_norm=nan: must be a finite number"),
+        ("train --dataset digits --clip-norm nan", "--clip-norm=nan: must be a finite number"),
         ("train --dataset digits --seeds 0", "seeds=0: must be a whole number at least 1"),
         ("reproduce nothing", "name='nothing': "),
         ("reproduce example --jobs 0", "jobs=0: must be -1 or at least 1"),
@@ -448,3 +451,73 @@ def test_damaged_files_of_fashion_mnist_get_a_sentence(tmp_path):
         first.write_bytes(content)
         with pytest.raises(ValueError, match=reason):
             datasets.fashion_mnist(tmp_path)
+
+
+# --- words of the command line -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        (
+            "plan --epsilon 4 --delta 1e-6 --batch-size 10 --steps 10",
+            "--examples: must be given; only plans with",
+        ),
+        (f"plan {BUDGET} --memory 1GB", "--memory: needs --parameters, the number of trainable parameters"),
+        (f"plan {BUDGET} --device tpu", "--device='tpu': must be one of 'cpu', 'cuda'"),
+        (f"plan {BUDGET} --noise-multiplier 1", "--epsilon, --noise-multiplier: give exactly one"),
+        (f"plan {BUDGET} --batch-size 60000", "--batch-size=60000.0: must be a finite number in (0, 6000]"),
+    ],
+)
+def test_errors_name_options_as_they_are_typed(line, sentence, capsys):
+    status, _, err = run(line, capsys)
+    assert status == 2
+    assert err.startswith("bandmf: ")
+    assert sentence in err
+
+
+@pytest.mark.parametrize("wrong", ["--epsilon 0", "--seeds 0", "--delta 2", "--epochs 0", "--batch-size -1"])
+def test_train_checks_its_numbers_before_it_loads_anything(wrong, monkeypatch, capsys):
+    monkeypatch.setattr("bandmf.demo.datasets.load", lambda *_, **__: pytest.fail("loaded"))
+    status, out, err = run(f"train {wrong}", capsys)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"bandmf: {wrong.split()[0]}=")
+
+
+def test_a_warning_is_one_line(capsys):
+    line = "plan --epsilon 8 --delta 0.01 --examples 1000 --batch-size 50 --steps 20 --bands 1"
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        status, _, err = run(line, capsys)
+    assert status == 0
+    assert err.startswith("bandmf: warning: delta=0.01: should be below")
+    assert err.count("\n") == 1
+
+
+def test_a_file_that_cannot_be_written_has_the_name_that_was_given(tmp_path):
+    for path in (tmp_path / "nowhere" / "x.json", tmp_path):  # it fails to be made, and to take its name
+        with pytest.raises((FileNotFoundError, IsADirectoryError)) as error:
+            write_whole(path, b"contents")
+        assert error.value.filename == str(path)
+
+
+def test_nothing_draws_unless_a_picture_is_wanted(tmp_path):
+    program = "import sys; from bandmf import cli; sys.argv[0] = 'bandmf'\nfor line in sys.argv[1:]:\n"
+    program += "    assert cli.run(line.split()) == 0\nprint('matplotlib' in sys.modules)"
+    saved = tmp_path / "c.npz"
+    process = started(
+        program,
+        f"plan {BUDGET} --bands 1 --save {tmp_path / 'plan.json'}",
+        f"optimize --steps 20 --bands 2 --save {saved}",
+        f"optimize --steps 20 --load {saved}",
+    )
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err, out.split()[-1]) == (0, "", "False")
+
+
+def test_ctrl_c_leaves_workers_deaf_and_this_process_listening(tmp_path):
+    heard = signal.getsignal(signal.SIGINT)
+    with _unheard_interrupts():
+        child = started("import signal; print(signal.getsignal(signal.SIGINT) == signal.SIG_IGN)")
+    assert child.communicate(timeout=60)[0] == "True\n"
+    assert signal.getsignal(signal.SIGINT) is heard is not signal.SIG_IGN

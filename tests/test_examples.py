@@ -21,7 +21,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
         (
             "accelerate_digits.py",
             ["--epochs", "1"],
-            "23 steps on 1 processes, learning rate 0.025, epsilon=8.00",
+            "23 steps on 1 process, learning rate 0.025, epsilon=8.00",
         ),
         ("jax_logistic.py", ["--epochs", "4"], "48 steps, balls-in-bins, epsilon=4.00"),
         ("jax_transformer.py", ["--epochs", "0.3", "--width", "16"], "bits per character"),

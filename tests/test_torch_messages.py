@@ -285,3 +285,35 @@ def test_another_fault_is_not_blamed_on_a_collate_function_that_draws_nothing():
 
     with pytest.raises(RuntimeError, match="self-test: the loss of an example alone"):
         train(private_of(), loop)
+
+
+# --- arguments of the wrong kind -----------------------------------------------------------------------
+
+
+def test_arguments_of_the_wrong_kind_are_named():
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"optimizer='NoneType': must be a torch.optim.Optimizer"):
+        make_private(model, None, data(), PLAN, clip_norm=1.0)
+    for wrong in (optimizer, "x", None):
+        with pytest.raises(
+            ValueError, match=r"model='\w+': must be a torch.nn.Module; the order is make_private"
+        ):
+            make_private(wrong, model, data(), PLAN, clip_norm=1.0)
+        with pytest.raises(ValueError, match=r"model='\w+': must be a torch.nn.Module"):
+            bandmf.torch.check(wrong)
+
+
+def test_a_run_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "run"
+    with pytest.raises(ValueError, match=r"run_folder='.*/file/run': cannot be made .*; give another folder"):
+        private_of(run_folder=folder)
+
+
+def test_a_run_shows_where_it_is(tmp_path):
+    private = private_of(run_folder=tmp_path / "run")
+    train(private)
+    shown = repr(private)
+    assert shown.startswith("Private(Sequential, SGD: step 2 of 2, epsilon=inf at delta=1e-06, run_folder='")
+    private.close()

@@ -99,6 +99,56 @@ def test_lightning_trains_what_a_plain_loop_trains(expected):
     assert torch.equal(weights(module), expected)
 
 
+class Automatic(lightning.LightningModule):
+    """As Lightning's own pages have it: private.loader gives the batches, and Lightning counts them."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.net, self.options, self.checked = small_model(), options, 0
+
+    def configure_optimizers(self):
+        plan = simple_plan(steps=6, examples=60, batch_size=20, bands=1)
+        self.private = make_private(self, sgd(self), small_data(60), plan, clip_norm=0.5, **self.options)
+        self.schedule = torch.optim.lr_scheduler.LinearLR(self.private.optimizer, 1.0, 0.0, plan.steps)
+        return [self.private.optimizer], [{"scheduler": self.schedule, "interval": "step"}]
+
+    def train_dataloader(self):
+        return self.private.loader
+
+    def training_step(self, batch, number):
+        x, y = batch
+        return functional.cross_entropy(self.net(x), y)
+
+    def val_dataloader(self):
+        return torch.utils.data.DataLoader(small_data(10), 10)
+
+    def validation_step(self, batch, number):
+        self.checked += not self.trainer.sanity_checking
+
+
+def fit(module, **options):
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    lightning.Trainer(max_epochs=2, accelerator="cpu", enable_model_summary=False, **quiet, **options).fit(
+        module
+    )
+
+
+@pytest.mark.parametrize("reload", [0, 1])
+@pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
+def test_lightnings_automatic_optimization_takes_all_steps(reload):
+    module = Automatic()
+    fit(module, reload_dataloaders_every_n_epochs=reload)
+    assert (module.private.steps_taken, module.private.finished) == (6, True)
+    assert (module.schedule.last_epoch, module.schedule.get_last_lr()) == (6, [0.0])
+    assert module.checked == 1 + reload  # it evaluates where it knows which batch is the last
+    assert len(module.private.loader) == len(module.private.step_loader) == 3
+
+
+def test_batches_in_pieces_are_not_for_lightning_to_count():
+    with pytest.raises(RuntimeError, match="physical_batch_size=4: Lightning counts batches"):
+        fit(Automatic(physical_batch_size=4))
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_accelerate_may_prepare_before_or_after(when, expected):
     accelerator, model = Accelerator(cpu=True), small_model()

@@ -1,4 +1,4 @@
-"""bandmf: train machine-learning models with differential privacy at the lowest noise.
+"""bandmf: train machine-learning models with differential privacy, with less noise than DP-SGD.
 
 >>> import bandmf
 >>> solution = bandmf.optimize.banded_toeplitz(steps=1_000_000, bands=16)

@@ -38,6 +38,10 @@ def _draft(path: Path, contents: bytes) -> Iterator[Path]:
             file.flush()
             os.fsync(file.fileno())
         yield draft
+    except OSError as error:
+        if Path(str(error.filename)).name == draft.name:
+            error.filename = str(path)  # the name that people know
+        raise
     finally:
         draft.unlink(missing_ok=True)
 

@@ -32,15 +32,16 @@ def run(arguments: Sequence[str]) -> int:
     """The exit status of the command with these arguments."""
     # Imports take a second, and Ctrl-C during that second must be as quiet as later.
     from bandmf.cli import failures
-    from bandmf.cli.commands import invoke
+    from bandmf.cli.commands import invoke, options
 
-    try:
-        return invoke(list(arguments) or ["--help"])
-    except failures.EXPECTED as error:
-        if (sentence := failures.sentence(error, arguments)) is None:
-            raise
-        print(f"bandmf: {sentence}", file=sys.stderr)
-        return INPUT_ERROR
+    with failures.short_warnings():
+        try:
+            return invoke(list(arguments) or ["--help"])
+        except failures.EXPECTED as error:
+            if (sentence := failures.sentence(error, arguments)) is None:
+                raise
+            print(f"bandmf: {failures.with_options(sentence, options(arguments))}", file=sys.stderr)
+            return INPUT_ERROR
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Annotated, Any, NamedTuple
 
@@ -77,6 +78,19 @@ def _load(name: str, entry: Entry) -> Any:
     return typer.main.get_command(alone)
 
 
+def options(arguments: Sequence[str]) -> list[str]:
+    """The options of the command that is meant, by their names in Python."""
+    table, names = COMMANDS, list(arguments)
+    if names[:1] == ["bench"]:
+        table, names = BENCHMARKS, names[1:]
+    entry = table.get(names[0]) if names else None
+    if entry is None:
+        return []
+    return [
+        each.name for each in _load(names[0], entry).params if each.name and each.opts[0].startswith("--")
+    ]
+
+
 def _group(table: dict[str, Entry]) -> type[TyperGroup]:
     """A group with these commands, and with those that it is given."""
 
@@ -119,7 +133,7 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Train machine-learning models with differential privacy at the lowest noise.
+    """Train machine-learning models with differential privacy, with less noise than DP-SGD.
 
     Example: bandmf plan --epsilon 4 --delta 1e-6 --examples 50000 --batch-size 500 --epochs 8
     """

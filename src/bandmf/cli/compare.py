@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from bandmf import plots
 from bandmf._text import number
 from bandmf.cli import outputs, show
 from bandmf.planning.compare import Comparison, against_memory, compare
@@ -59,6 +58,8 @@ def compare_command(
         if plot is not None:
             _plot(steps, epochs, delta, plot, line)
         if plot_memory is not None:
+            from bandmf import plots
+
             curves = against_memory(epsilon, delta, steps, epochs, line.update)
             plots.save(plots.memory(curves, _title(steps, epochs, epsilon, delta)), plot_memory)
         if plot_map is not None:
@@ -109,6 +110,8 @@ def _print(rows: list[Comparison], title: str) -> None:
 
 
 def _plot(steps: int, epochs: int, delta: float, path: Path, line: show.Status) -> None:
+    from bandmf import plots
+
     curves: dict[str, list[float]] = {}
     for epsilon in _EPSILONS:
         line.update(f"epsilon={epsilon:g}")
@@ -118,6 +121,8 @@ def _plot(steps: int, epochs: int, delta: float, path: Path, line: show.Status) 
 
 
 def _map(steps: int, delta: float, path: Path, line: show.Status) -> None:
+    from bandmf import plots
+
     epochs = [2**i for i in range(8) if 2**i <= steps]
     best = []
     for epsilon in _EPSILONS:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import typer
@@ -12,6 +16,8 @@ from bandmf import _extras
 # ClickException: that of typer's own click, or that of click itself.
 CLICK: type[Exception] = typer.BadParameter.__mro__[2]
 EXPECTED = (ValueError, OSError, MemoryError, ModuleNotFoundError, CLICK)
+
+_SPELLED = {"participation": "--max-participations and --separation", "workload": "--momentum"}
 
 
 def sentence(error: BaseException, arguments: Sequence[str] = ()) -> str | None:
@@ -28,6 +34,52 @@ def sentence(error: BaseException, arguments: Sequence[str] = ()) -> str | None:
         detail = f" ({error})" if str(error) else ""
         return f"there is not enough memory for this{detail}; ask for fewer steps, bands or parameters"
     return str(error)
+
+
+def with_options(sentence: str, options: Sequence[str]) -> str:
+    """A sentence of the library for people who type options.
+
+    >>> with_options("examples=None: must be given; only plans with participation= can do without", ["examples"])
+    '--examples: must be given; only plans with --max-participations and --separation can do without'
+    >>> with_options("memory: needs parameters=", ["memory", "parameters"])
+    '--memory: needs --parameters'
+    >>> with_options("batch_size=0: must be above 0", ["batch_size"])
+    '--batch-size=0: must be above 0'
+    """
+    if listed := re.match(r"[\w-]+(, [\w-]+)*(?=: )", sentence):
+        names = listed[0].replace("-", "_").split(", ")
+        if set(names) <= set(options):
+            sentence = ", ".join(map(_typed, names)) + sentence[listed.end() :]
+    for name in options:
+        option = _typed(name)
+        sentence = re.sub(rf"(?<![\w.-]){name}(?==)", option, sentence)
+        sentence = re.sub(rf"{option}=None(?=:)|{option}=(?=[\s;,)]|$)", option, sentence)
+    for name, meant in _SPELLED.items():
+        sentence = re.sub(rf"(?<![\w.-]){name}=(?=[\s;,)]|$)", meant, sentence)
+    return sentence.replace("must be one of None, ", "must be one of ")
+
+
+def _typed(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+@contextmanager
+def short_warnings() -> Iterator[None]:
+    """Warnings as a line each, without the place in the program that they come from."""
+
+    usual = warnings.showwarning
+
+    def show(message: Any, category: type[Warning], *rest: Any, **named: Any) -> None:
+        if issubclass(category, UserWarning):
+            print(f"bandmf: warning: {message}", file=sys.stderr)
+        else:
+            usual(message, category, *rest, **named)
+
+    setattr(warnings, "showwarning", show)  # noqa: B010  (its type names every argument)
+    try:
+        yield
+    finally:
+        warnings.showwarning = usual
 
 
 def _missing(error: ModuleNotFoundError) -> str | None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from bandmf import optimize as optimizers
-from bandmf import plots, strategies
+from bandmf import strategies
 from bandmf._text import number
 from bandmf._types import FloatArray
 from bandmf.cli import arguments, outputs, show
@@ -194,6 +194,8 @@ def _text(name: str, value: object) -> str:
 
 
 def _plot(strategy: strategies.Strategy, workload: Workload, path: Path) -> Path:
+    from bandmf import plots
+
     errors = {
         f"{strategy.bands:,} bands": per_step_error(strategy, workload=workload),
         "independent noise": per_step_error(strategies.Identity(strategy.steps), workload=workload),

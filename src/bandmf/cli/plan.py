@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from bandmf import plots
 from bandmf._text import counted
 from bandmf.cli import arguments, outputs, show
 from bandmf.planning import Candidate, Plan
@@ -104,6 +103,8 @@ def plan(
         if save is not None:
             made.save(save)
         if plot is not None:
+            from bandmf import plots  # matplotlib, which takes a second
+
             line.update("drawing")
             plots.save(made.plot(progress), plot)
     _show(made, summary, json, explain)

@@ -11,7 +11,7 @@ import numpy as np
 import typer
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
-from bandmf import _check, plots
+from bandmf import _check
 from bandmf._text import number
 from bandmf.cli import outputs, show
 from bandmf.demo import datasets
@@ -65,7 +65,7 @@ def train(
 ) -> None:
     outputs.check({"plot": plot})
     _check.choice("dataset", dataset, datasets.NAMES)
-    _check.real("clip_norm", clip_norm, 0, open_low=True)
+    _check_numbers(epsilon, clip_norm, delta, batch_size, epochs, seeds)
     if learning_rates is not None:
         _rates(learning_rates)
     for package in ("torch", "opacus"):
@@ -92,9 +92,30 @@ def train(
     if plot is not None:
         curves = {name: [(h.steps, h.accuracies) for h in runs] for name, (_, runs) in results.items()}
         title = f"{images.name}, epsilon={epsilon:g}, delta={number(setting['delta'])}"
+        from bandmf import plots
+
         plots.save(plots.accuracy(curves, title), plot)
     split = {"trained on": len(images.train), "tuned on": len(tuning.test), "tested on": len(images.test)}
     _report(plans, results, images.name, split, json)
+
+
+def _check_numbers(
+    epsilon: float,
+    clip_norm: float,
+    delta: float | None,
+    batch_size: float | None,
+    epochs: float | None,
+    seeds: int | None,
+) -> None:
+    """Before anything is downloaded; the plan checks the rest."""
+    above_zero = {"epsilon": epsilon, "clip_norm": clip_norm, "batch_size": batch_size, "epochs": epochs}
+    for name, value in above_zero.items():
+        if value is not None:
+            _check.real(name, value, 0, open_low=True)
+    if delta is not None:
+        _check.real("delta", delta, 0, 1, open_low=True, open_high=True)
+    if seeds is not None:
+        _check.whole("seeds", seeds)
 
 
 def _load(name: str, data: Path | None, line: show.Status) -> datasets.Images:

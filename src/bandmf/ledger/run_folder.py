@@ -65,7 +65,7 @@ class Opened:
     def _begin(self, run: dict[str, Any], plan: Plan) -> int:
         assert self.ledger is not None
         if self._folder is not None:
-            make_private_folder(self._folder)
+            _make(self._folder)
             for name in (KEY, LEDGER, PLAN):
                 for draft in self._folder.glob(f".{name}.*"):
                     draft.unlink(missing_ok=True)  # of a start that was interrupted
@@ -84,6 +84,16 @@ def provenance(
         "plan": plan.digest, "steps": plan.steps, "key": key.fingerprint, "clip_norm": clip_norm,
         "per_layer": per_layer, "sampler": batches.provenance, "examples": batches.examples,
     }  # fmt: skip
+
+
+def _make(folder: Path) -> None:
+    try:
+        make_private_folder(folder)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise _check.fail(
+            "run_folder", str(folder), f"cannot be made ({reason})", "give another folder"
+        ) from error
 
 
 def _user_key(key: Key | None, folder: Path | None) -> Key:

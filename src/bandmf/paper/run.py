@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
@@ -80,10 +83,25 @@ def _in_parallel(tasks: Iterable[Task], jobs: int) -> Iterator[tuple[int, list[R
         return
     calls = (delayed(_compute)(*task) for task in tasks)
     if get_active_backend()[0].supports_return_generator:
-        yield from Parallel(n_jobs=jobs, return_as="generator_unordered", batch_size=1)(calls)
+        with _unheard_interrupts():
+            results = Parallel(n_jobs=jobs, return_as="generator_unordered", batch_size=1)(calls)
+        yield from results
         return
     while some := list(islice(calls, 4 * workers)):  # Dask gives nothing before it has all
         yield from Parallel(n_jobs=jobs)(some)
+
+
+@contextmanager
+def _unheard_interrupts() -> Iterator[None]:
+    """Processes that begin in here ignore Ctrl-C, and are ended by this one, without a traceback for each."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _compute(experiment: Experiment, place: int, point: Point) -> tuple[int, list[Row]]:

@@ -57,14 +57,24 @@ def _sampling(plan: Plan) -> str:
             how = "evenly"
         turns = (
             f"The {plan.examples} examples are divided into {plan.bands} parts, {how}; the parts take turns, "
-            f"so each has its turn at most {plan.rounds} times. Then each of its examples"
+            f"so each has its turn at most {_times(plan.rounds)}. Then each of its examples"
         )
     cap = "" if plan.max_batch_size is None else f" A batch is cut to {plan.max_batch_size} at random."
     return (
         f"Sampling. {turns} enters the batch independently with probability {plan.sampling_probability:.6g}: "
-        f"{plan.batch_size:g} examples on average, {plan.epochs:g} participations in all.{cap} Batches must "
+        f"{plan.batch_size:g} examples on average, {_participations(plan.epochs)} in all.{cap} Batches must "
         "be drawn in just this way; shuffled epochs void the guarantee."
     )
+
+
+def _times(count: int | None) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _participations(count: float | None) -> str:
+    assert count is not None
+    shown = f"{count:.4g}"
+    return f"{shown} participation" + ("" if shown == "1" else "s")
 
 
 def _places(plan: Plan) -> str:
@@ -79,8 +89,8 @@ def _places(plan: Plan) -> str:
             f"joins with probability {plan.sampling_probability:.6g}, independently (b-min-sep, warm start)"
         )
     return (
-        f"{how}: {plan.batch_size:.6g} examples on average, {plan.epochs:.4g} participations. Who takes part when, and "
-        "the real sizes of batches, must stay secret; shuffles, or batches of equal size, void the guarantee."
+        f"{how}: {plan.batch_size:.6g} examples on average, {_participations(plan.epochs)}. Who takes part when, "
+        "and the real sizes of batches, must stay secret; shuffles, or batches of equal size, void the guarantee."
     )
 
 
@@ -91,8 +101,8 @@ def _free(bands: int) -> str:
 def _certified(certificate: Certificate) -> str:
     return (
         f"What this sampling is worth was certified by {certificate.samples:,} samples that do not depend on data; "
-        f"that they deceive has a probability of {certificate.failure:.2g}, which is part of delta. `plan.verify()` "
-        "computes it again."
+        f"the chance that they mislead is {certificate.failure:.2g}, and is counted in delta. `plan.verify()` computes "
+        "it again."
     )
 
 

@@ -31,7 +31,7 @@ LABELS = {
     "dp_sgd_ratio": "DP-SGD's error, relative",
     "full_batch_ratio": "full-batch DP-SGD's, relative",
     "memory": "noise memory per device",
-    "rule_of_thumb": "rule of thumb for bands",
+    "rule_of_thumb": "bands by the paper's rule of thumb",
     "digest": "digest",
     "workload": "workload",
 }

@@ -88,8 +88,8 @@ def _budget() -> tuple[float, float, DeltaGenerator]:
     """With the place for a note on delta, which speaks of the examples."""
     epsilon = st.slider("Epsilon", 0.1, 20.0, 4.0, 0.1, key="epsilon")
     st.caption(
-        f"How much a trained model may give away about any one example: {sentences.epsilon_in_words(epsilon)}. "
-        "Smaller is more private and takes more noise."
+        f"The limit on what a trained model may reveal about any one example. {epsilon:g} is "
+        f"{sentences.epsilon_in_words(epsilon)}; smaller is more private and takes more noise."
     )
     delta = st.select_slider("Delta", _DELTAS, 1e-6, format_func=number, key="delta")
     return epsilon, delta, st.empty()
@@ -113,7 +113,7 @@ def _training() -> dict[str, Any]:
 
 def _model() -> dict[str, Any]:
     parameters = st.text_input("Parameters of the model", "25M", key="parameters")
-    st.caption("That are trained; empty if unknown, and then nothing is said of memory.")
+    st.caption("Only those that are trained. Leave it empty if you do not know: then memory is left out.")
     unknown = not parameters.strip()
     devices = st.number_input("Devices", 1, 65536, 1, key="devices", disabled=unknown)
     st.caption("GPUs or machines that share the noise.")

@@ -14,7 +14,7 @@ def epsilon_in_words(epsilon: float) -> str:
     """What people usually make of an epsilon."""
     if epsilon <= 1:
         return "strong protection"
-    return "the usual range" if epsilon <= 10 else "weak protection"
+    return "in the usual range" if epsilon <= 10 else "weak protection"
 
 
 def length(question: Question, steps: int) -> str:

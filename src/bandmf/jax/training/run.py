@@ -63,8 +63,8 @@ class Run:
 
     A folder that was moved or copied is refused, until `moved` states once what happened: "moved" (the original is
     gone) or "copied" (a new run from these weights, whose privacy is spent in addition). Every run has secrets of its
-    own, derived from the key and a random id: `key=` given twice repeats nothing. `examples` is for plans that do not
-    say how many there are.
+    own, derived from the key and a random id: two runs with the same `key=` have different noise and batches.
+    `examples` is for plans that do not say how many there are.
     """
 
     def __init__(

@@ -65,6 +65,22 @@ class Loader:
         )
 
     def __len__(self) -> int:
+        if self._stepper.in_lightning:
+            return self._most_batches()
+        return self.pass_steps
+
+    def _most_batches(self) -> int:
+        """For Lightning, which asks once and ends every pass after as many batches, or when there are no more."""
+        if self.physical_batch_size is not None:
+            raise RuntimeError(
+                f"physical_batch_size={self.physical_batch_size}: Lightning counts batches, and would end before the "
+                "plan does; give it private.step_loader and optimize manually"
+            )
+        return self.pass_steps + self.rehearsals
+
+    @property
+    def pass_steps(self) -> int:
+        """The steps of a whole pass."""
         return min(self.epoch_steps, self._stepper.plan.steps)
 
     @property

@@ -71,10 +71,12 @@ def make_private(
     >>> private.steps_taken, private.finished
     (10, True)
 
-    Every run has secrets of its own, derived from the key and a random id: `key=` given twice repeats nothing.
+    Every run has secrets of its own, derived from the key and a random id: two runs with the same
+    `key=` have different noise and batches.
 
     Args:
-        model: What is trained, in place. Freeze what is not to be trained before (`requires_grad_(False)`).
+        model: What is trained, in place. Freeze with `requires_grad_(False)`, before this call, what is not to be
+            trained.
         optimizer: Any optimizer of torch that takes one step for a batch, made from the model's trainable parameters.
         dataset: A data set, a DataLoader (its data set, collate function and workers are taken, its batches are not) or
             a stream: an iterable that gives (index, example) for all examples, each time it is iterated.
@@ -132,7 +134,7 @@ def make_private(
     clip = make_clipping(clipping, model, parameters, clip_norm, per_layer)
     mean_loss = loss_reduction == "mean"
     stepper = Stepper(plan, key, batches, parameters, clip_norm, clip, mean_loss, model, ranks)
-    stepper.self_test = SelfTest(model, stepper) if self_test else None
+    stepper.self_test = SelfTest(model, stepper, optimizer) if self_test else None
     _check_allocated(plan, stepper)
     begun = provenance(plan, key, batches, clip_norm=clip_norm, per_layer=bool(per_layer))
     stepper.steps_released = opened.begin(begun, plan)
@@ -165,6 +167,14 @@ class Private:
         if criterion is not None:
             self._criterion = ExampleCriterion(criterion, lambda: stepper.rows, stepper.mean_loss)
         self.folder, self.run_id, self._opened = folder, opened.run_id, opened
+
+    def __repr__(self) -> str:
+        plan, folder = self.plan, None if self.folder is None else str(self.folder)
+        kinds = f"{type(self.model).__name__}, {type(self.optimizer.original).__name__}"
+        return (
+            f"Private({kinds}: step {self.steps_taken} of {plan.steps}, epsilon={plan.epsilon:g} at "
+            f"delta={plan.delta:g}, run_folder={folder!r})"
+        )
 
     @property
     def criterion(self) -> ExampleCriterion:
@@ -283,7 +293,15 @@ class Private:
 def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer that accelerate or Lightning has wrapped, or the one that is given."""
     inner = getattr(optimizer, "optimizer", None)
-    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+    found = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+    if not isinstance(found, torch.optim.Optimizer):
+        raise _check.fail(
+            "optimizer",
+            type(found).__name__,
+            "must be a torch.optim.Optimizer",
+            "make one from model.parameters()",
+        )
+    return found
 
 
 def _protected(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:

@@ -90,6 +90,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 result = closure()
         self._refuse_unprotected()
         self._notice_schedules()
+        vars(self.original)["_opt_called"] = (
+            True  # torch's schedulers ask whether it was before their first step
+        )
         if self._stepper.consume(1.0 if grad_scaler is None else _fix_scale(grad_scaler, self)):
             with self.permitted():
                 self.original.step()

@@ -67,6 +67,9 @@ class Stepper:
         self.plan, self.sampler, self.ranks, self.clipping = plan, sampler, ranks, clipping
         self.parameters, self.mean_loss = parameters, mean_loss
         self.watch, self.half = Watch(model), HalfPrecision(model)
+        self.in_lightning = hasattr(
+            model, "automatic_optimization"
+        )  # a LightningModule, without importing it
         self.generators = Generators(key, ranks.rank)
         self.self_test: SelfTest | None = None
         self.left_out = torch.zeros((), dtype=torch.int64)  # examples whose gradient was not finite
@@ -167,6 +170,8 @@ class Stepper:
 
     def abandon(self) -> None:
         """Forget an accumulation that was not finished; nothing of it was released."""
+        if self.self_test is not None:
+            self.self_test.close()
         self._piece, self._partial, self._failed = None, False, False
         self.generators.give_back()
         self.clipping.record(None)

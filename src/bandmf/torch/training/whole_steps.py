@@ -48,7 +48,7 @@ class StepLoader:
         self._private, self.dataset = private, private.loader.dataset
 
     def __len__(self) -> int:
-        return len(self._private.loader)
+        return self._private.loader.pass_steps
 
     def __iter__(self) -> Iterator[Step]:
         batches = iter(self._private.loader)

@@ -11,11 +11,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from bandmf import _check
 from bandmf.torch.clipping import checked_mode
 from bandmf.torch.clipping.check import layers, modes, parameters
 from bandmf.torch.clipping.check.report import Report
 from bandmf.torch.clipping.refusals import Finding, changed_in_a_batch, mixing, shared_memory, suspects
 from bandmf.torch.clipping.watch import Watch
+
+_ORDER = "the order is make_private(model, optimizer, dataset, plan, ...), or check(model)"
 
 
 def check(model: nn.Module, *inputs: Any, clipping: str = "auto") -> Report:
@@ -32,6 +35,8 @@ def check(model: nn.Module, *inputs: Any, clipping: str = "auto") -> Report:
     `forward`. Whether the examples of a batch depend on each other is for the self-test of the first batches.
     """
     mode = checked_mode(clipping)
+    if not isinstance(model, nn.Module):
+        raise _check.fail("model", type(model).__name__, "must be a torch.nn.Module", _ORDER)
     model = model.module if isinstance(model, DistributedDataParallel) else model
     problems = [
         *mixing(suspects(model)), *layers.problems(model), *parameters.problems(model), *shared_memory(model),

@@ -8,9 +8,9 @@ examples occur several times, in random places: the norms of their gradients, of
 all places, or the rows of some layer are not the examples in their order. Some are there at half their size as well,
 and one batch is of such alone (see `extremes`). The losses are looked at too (see `guarded`).
 
-Nothing of a rehearsal is released, and random numbers are put back afterwards. The first rehearsals show whether the
-model draws random numbers; if so, torch's dropout functions let everything through in the others. If random numbers
-are drawn even then, the rest is in evaluation mode, whatever the loop says.
+Nothing of a rehearsal is released; random numbers and learning-rate schedules (see `schedules`) are put back. The
+first rehearsals show whether the model draws random numbers; if so, torch's dropout functions let everything through
+in the others. If random numbers are drawn even then, the rest is in evaluation mode, whatever the loop says.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from bandmf.torch.clipping.refusals import UnsupportedError
 from bandmf.torch.noise.precision import precision
@@ -33,6 +34,7 @@ from bandmf.torch.training.self_test.collating import AT_RANDOM
 from bandmf.torch.training.self_test.extremes import explain_errors, warn_without
 from bandmf.torch.training.self_test.guarded import Guards
 from bandmf.torch.training.self_test.quiet import Quiet
+from bandmf.torch.training.self_test.schedules import Schedules
 from bandmf.torch.training.self_test.sketches import (
     DEPENDS,
     FULL,
@@ -76,15 +78,15 @@ _of_models: WeakKeyDictionary[nn.Module, SelfTest] = WeakKeyDictionary()
 
 def end_earlier(model: nn.Module) -> None:
     """If rehearsals of this model were left in the middle, by an error say, leave it as it was."""
-    if (earlier := _of_models.get(model)) is not None:
+    if isinstance(model, nn.Module) and (earlier := _of_models.get(model)) is not None:
         earlier.close()
 
 
 class SelfTest:
     """Conducts the rehearsals; `passed` when they are over."""
 
-    def __init__(self, model: nn.Module, stepper: Stepper) -> None:
-        self._model, self._stepper = model, stepper
+    def __init__(self, model: nn.Module, stepper: Stepper, optimizer: Optimizer) -> None:
+        self._model, self._stepper, self._optimizer = model, stepper, optimizer
         self.passed = False
         self.compared = 0  # how many examples had a gradient, and were compared
         self._begin_anew()
@@ -149,18 +151,11 @@ class SelfTest:
         self._begin_anew()
         try:
             if count > 1:
-                yield Rehearsal((0,), "draws")
-                if self._anyone_drew():
-                    self._after.callback(Quiet(self._model).end)
-                yield Rehearsal((0,), "draws")
-                if self._anyone_drew():
-                    self._silence()
-                yield small
-                yield small if self._exchanged else _large(count, max(2, rows // 2), rows, "large")
-                yield _shuffled(list(range(count, 2 * count)), rows, "halves")
-                yield _large(count, rows, rows, "last")
-                for number in range(ALONE):
-                    yield Rehearsal((self._compared[number],), "alone", number)
+                schedules = Schedules(self._optimizer)
+                self._after.callback(schedules.put_back)
+                for rehearsal in self._in_turn(count, rows, small):
+                    yield rehearsal
+                    schedules.end_rehearsal()
         finally:
             self._after.close()
         self.passed = True
@@ -170,6 +165,20 @@ class SelfTest:
                 "look for an overflow in the loss, or for a loss that these examples do not have",
                 stacklevel=4,
             )
+
+    def _in_turn(self, count: int, rows: int, small: Rehearsal) -> Iterator[Rehearsal]:
+        yield Rehearsal((0,), "draws")
+        if self._anyone_drew():
+            self._after.callback(Quiet(self._model).end)
+        yield Rehearsal((0,), "draws")
+        if self._anyone_drew():
+            self._silence()
+        yield small
+        yield small if self._exchanged else _large(count, max(2, rows // 2), rows, "large")
+        yield _shuffled(list(range(count, 2 * count)), rows, "halves")
+        yield _large(count, rows, rows, "last")
+        for number in range(ALONE):
+            yield Rehearsal((self._compared[number],), "alone", number)
 
     def _anyone_drew(self) -> bool:
         return any(self._stepper.ranks.gather(self._drew))

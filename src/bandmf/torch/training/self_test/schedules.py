@@ -1,0 +1,88 @@
+"""Learning-rate schedules stand still during the self-test: its batches are no steps, and a loop does not know them.
+
+A loop that calls `scheduler.step()` for every batch calls it for rehearsals too. So the schedulers of the optimizer and
+the numbers in its groups are put back after each rehearsal to what they were before the first, as random numbers are.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils import _pytree as pytree
+
+_COUNTED = (
+    "a schedule counted the batches of the self-test, on which no step is taken: the numbers in optimizer.param_groups "
+    "were others after each; give a scheduler of torch to make_private as scheduler= and step private.scheduler, or "
+    "count private.steps_taken, or count only when optimizer.stepped"
+)
+
+
+class Schedules:
+    """The schedulers and settings of an optimizer as they are now."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._schedulers = [(each, _copied(vars(each))) for each in _schedulers(optimizer)]
+        self._settings = [_copied(settings) for settings in _settings(optimizer)]
+        self._after: str | None = None  # what the settings were at the end of the last rehearsal
+
+    def end_rehearsal(self) -> None:
+        """Put everything back; fail if the loop sets rates of its own that follow the number of rehearsals."""
+        settings = _settings(self._optimizer)
+        after = repr(pytree.tree_map_only(Tensor, Tensor.tolist, settings))
+        made = [set(group) for group in settings] != [set(group) for group in self._settings]
+        # A scheduler that was made during a rehearsal has a state that nobody knows from before.
+        if made or (self._after not in (None, after) and not self._by_metric()):
+            raise RuntimeError(_COUNTED)
+        self._after = after
+        self.put_back()
+
+    def _by_metric(self) -> bool:
+        """Whether the rates are those of a scheduler that goes by losses, which differ between rehearsals."""
+        rates = [float(group["lr"]) for group in self._optimizer.param_groups]
+        plateaus = [each for each, _ in self._schedulers if isinstance(each, ReduceLROnPlateau)]
+        return any(rates == [float(rate) for rate in each.get_last_lr()] for each in plateaus)
+
+    def put_back(self) -> None:
+        for scheduler, state in self._schedulers:
+            vars(scheduler).clear()
+            vars(scheduler).update(_copied(state))
+        for group, settings in zip(self._optimizer.param_groups, self._settings, strict=False):
+            for name, value in settings.items():
+                if isinstance(value, Tensor) and isinstance(now := group.get(name), Tensor):
+                    now.detach().copy_(value)  # others may hold this very tensor
+                else:
+                    group[name] = _copied(value)
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Learning rates, momentum and the like, of each group."""
+    return [
+        {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+    ]
+
+
+def _copied(values: Any) -> Any:
+    """Lists, tuples, dictionaries and tensors anew; everything else, such as other schedulers, as it is."""
+    return pytree.tree_map_only(Tensor, lambda value: value.detach().clone(), values)
+
+
+def _schedulers(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
+    """Those of this optimizer, however it is wrapped (wrappers have the groups of what they wrap).
+
+    Nothing but the garbage collector knows them all. Those inside of others are found by themselves.
+    """
+    kinds, groups = set(_kinds(LRScheduler)), optimizer.param_groups
+    found = [each for each in gc.get_objects() if type(each) in kinds]
+    return [each for each in found if getattr(vars(each).get("optimizer"), "param_groups", None) is groups]
+
+
+def _kinds(kind: type[Any]) -> Iterator[type[Any]]:
+    yield kind
+    for each in type.__subclasses__(kind):
+        yield from _kinds(each)
