@@ -59,10 +59,10 @@ def main():
 
 def planted_fault(mesh):
     """Weights that devices share: their gradients are added before they are clipped."""
-    keep, clipping._own_weights = clipping._own_weights, lambda arguments, *_: arguments
+    keep, clipping.gradient.own_weights = clipping.gradient.own_weights, lambda arguments, *_: arguments
     gradient = over_devices(mesh, clipped_gradient(linear, clip_norm=1.0))
     found = moved(lambda *given: np.asarray(gradient(*given).total))
-    clipping._own_weights = keep
+    clipping.gradient.own_weights = keep
     assert found > 4, found
     print("fault holds", flush=True)
 
