@@ -12,6 +12,8 @@ from bandmf import _check
 
 def check_real(arguments: tuple[Any, ...], chosen: tuple[int, ...]) -> None:
     """Refuse to differentiate what is no real number, such as the state of an optimizer."""
+    if not jax.tree.leaves([arguments[place] for place in chosen]):
+        raise _check.fail("argnums", chosen, "there is no array among these arguments, and nothing to train")
     for place in chosen:
         for leaf in jax.tree.leaves(arguments[place]):
             kind = jnp.result_type(leaf)
