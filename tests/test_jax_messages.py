@@ -128,20 +128,18 @@ def test_an_error_of_the_users_own_is_left_alone():
 
 
 def test_a_chunk_without_jit_is_told_so():
-    with jax.disable_jit(), pytest.raises(RuntimeError, match=r"jax_disable_jit=True: .*run\.release_chunk"):
-        attempt(chunked=True)
+    run, weights, first = Run(plan()), first_weights(), noise()
+    chunk, state = next(run.chunks(data(), steps=2)), first.init(weights)
 
-    def hidden(total, weights, state, secret):
+    def hidden(rows, weights, state, secret):
+        total = GRADIENT(weights, rows.data, mask=rows.mask)
         with jax.disable_jit():
-            return noise().update(total, state, weights, secret=secret)
+            return first.update(total, state, weights, secret=secret)
 
-    run, weights = Run(plan()), first_weights()
-    chunk = next(run.chunks(data(), steps=2))
     with pytest.raises(ValueError, match=r"privatize was not found in it.*jax\.disable_jit"):
-        run.release_chunk(
-            lambda rows, w, s, secret: hidden(GRADIENT(w, rows.data, mask=rows.mask), w, s, secret),
-            chunk, weights, noise().init(weights),
-        )  # fmt: skip
+        run.release_chunk(hidden, chunk, weights, state)
+    with jax.disable_jit(), pytest.raises(RuntimeError, match=r"jax_disable_jit=True: .*run\.release_chunk"):
+        run.release_chunk(hidden, chunk, weights, state)
 
 
 def test_flax_is_told_to_use_the_transformation_itself():
