@@ -52,17 +52,32 @@ def main():
         assert moved(lambda *given, own=gradient: np.asarray(own(*given).total)) <= 2 + 1e-5
         print(name, "holds", flush=True)
     print("contribution holds", flush=True)
+    explicit_mesh(x, mask, expected)
     planted_fault(mesh)
     cut_weights(mesh)
     training(mesh)
 
 
+def explicit_mesh(x, mask, expected):
+    """Where shardings are part of types, every device takes its share of every microbatch."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        rows = jax.device_put((x, mask), NamedSharding(mesh, P("data")))
+        even = clipped_gradient(linear, clip_norm=1.0, microbatch=8)
+        found = jax.jit(even)(jnp.zeros(3), rows[0], mask=rows[1]).total
+        np.testing.assert_allclose(found, expected, atol=2e-6)
+        uneven = clipped_gradient(linear, clip_norm=1.0, microbatch=3)
+        with pytest.raises(ValueError, match=r"microbatch=3: rows are cut over 8 devices.*a multiple of 8"):
+            jax.jit(uneven)(jnp.zeros(3), rows[0], mask=rows[1])
+    print("explicit mesh holds", flush=True)
+
+
 def planted_fault(mesh):
     """Weights that devices share: their gradients are added before they are clipped."""
-    keep, clipping._own_weights = clipping._own_weights, lambda arguments, *_: arguments
+    keep, clipping.gradient.own_weights = clipping.gradient.own_weights, lambda arguments, *_: arguments
     gradient = over_devices(mesh, clipped_gradient(linear, clip_norm=1.0))
     found = moved(lambda *given: np.asarray(gradient(*given).total))
-    clipping._own_weights = keep
+    clipping.gradient.own_weights = keep
     assert found > 4, found
     print("fault holds", flush=True)
 

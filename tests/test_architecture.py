@@ -230,7 +230,17 @@ def test_the_page_on_architecture_names_every_file_and_no_other():
     assert listed <= set(files)
     python = {name: path for name, path in files.items() if name.endswith(".py")}
     only_words = {name for name, path in python.items() if len(ast.parse(path.read_text()).body) == 1}
-    exports = {"optimize", "strategies", "noise", "planning", "torch", "torch/clipping", "jax", "cli"}
+    exports = {
+        "optimize",
+        "strategies",
+        "noise",
+        "planning",
+        "torch",
+        "torch/clipping",
+        "jax",
+        "jax/clipping",
+        "cli",
+    }
     assert set(files) - listed == only_words | {f"{folder}/__init__.py" for folder in exports}
 
 

@@ -127,7 +127,7 @@ def test_a_sum_in_one_go_is_caught(monkeypatch):
         squares = jnp.square(leaf).reshape(-1)
         return lax.scan(lambda total, one: (total + one, None), jnp.float32(0), squares)[0], 0
 
-    monkeypatch.setattr(clipping, "_sum_of_squares", plain)
+    monkeypatch.setattr(clipping.norms, "_sum_of_squares", plain)
     example = jnp.asarray(next(hard_examples(100_003))[1], jnp.float32)
     total = clipped_gradient(spread_loss, clip_norm=1.0)(jnp.zeros(100_003), example[None]).total
     assert length(total) > 1.0005
@@ -205,6 +205,44 @@ def test_a_batch_that_is_none_is_refused():
         gradient(weights, (x, y), mask=np.ones(3, bool))
     with pytest.raises(ValueError, match="first dimension"):
         gradient(weights, (jnp.float32(1), jnp.float32(2)))
+
+
+def random_keys(rows):
+    return jax.random.split(jax.random.key(0), rows)
+
+
+def test_examples_of_any_type_are_clipped():
+    """Complex numbers, four bits, and random keys: what the norm depends on is a float32 gradient all the same."""
+    x = np.random.default_rng(0).normal(size=(7, 4)).astype(np.float32) * 10
+    whole = np.arange(28).reshape(7, 4) % 7
+    examples = (x.astype(np.complex64), jnp.asarray(whole, jnp.int4), random_keys(7))
+
+    def several(weights, example):
+        wave, small, key = example
+        kept = jax.random.bernoulli(key, 0.5, (4,))
+        return jnp.abs(jnp.sum(wave * kept * small.astype(jnp.float32) * weights)) ** 2
+
+    gradient = clipped_gradient(several, clip_norm=CLIP, microbatch=3)
+    found = jax.jit(gradient)(jnp.ones(4), examples, mask=np.arange(7) > 1).total
+    expected = 0
+    for row in range(2, 7):
+        kept = np.asarray(jax.random.bernoulli(examples[2][row], 0.5, (4,)))
+        factors = (x[row] * kept * whole[row]).astype(np.float64)
+        one = 2 * factors.sum() * factors
+        expected += one * min(1, CLIP / max(np.linalg.norm(one), 1e-30))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_that_are_not_real_or_not_there_are_refused():
+    gradient = clipped_gradient(lambda weights, x: jnp.abs(jnp.sum(x)), clip_norm=CLIP)
+    with pytest.raises(ValueError, match="dtype in argument 0='complex64': must be real"):
+        gradient(jnp.ones(3, jnp.complex64), jnp.ones((2, 3)))
+    with pytest.raises(ValueError, match="nothing to train"):
+        gradient({}, jnp.ones((2, 3)))
+
+
+def test_a_sum_without_noise_is_not_printed():
+    assert repr(Clipped({"a": jnp.full(2, 7.25)}, 0.5)) == "Clipped(clip_norm=0.5, shapes=((2,),))"
 
 
 def test_a_clipped_sum_is_no_update_of_its_own():

@@ -127,6 +127,47 @@ def test_an_error_of_the_users_own_is_left_alone():
         )
 
 
+def test_a_chunk_without_jit_is_told_so():
+    run, weights, first = Run(plan()), first_weights(), noise()
+    chunk, state = next(run.chunks(data(), steps=2)), first.init(weights)
+
+    def hidden(rows, weights, state, secret):
+        total = GRADIENT(weights, rows.data, mask=rows.mask)
+        with jax.disable_jit():
+            return first.update(total, state, weights, secret=secret)
+
+    with pytest.raises(ValueError, match=r"privatize was not found in it.*jax\.disable_jit"):
+        run.release_chunk(hidden, chunk, weights, state)
+    with jax.disable_jit(), pytest.raises(RuntimeError, match=r"jax_disable_jit=True: .*run\.release_chunk"):
+        run.release_chunk(hidden, chunk, weights, state)
+
+
+def test_flax_is_told_to_use_the_transformation_itself():
+    flax = pytest.importorskip("flax.training.train_state")
+    nnx = pytest.importorskip("flax.nnx")
+    optimizer = optax.chain(noise(), optax.sgd(0.1))
+    trained = flax.TrainState.create(apply_fn=None, params=first_weights(), tx=optimizer)
+
+    def with_state(run, update, total, weights, state):
+        return run.release(
+            lambda total, mine, secret: mine.apply_gradients(grads=total, secret=secret), total, trained
+        )
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.weight, self.bias = map(nnx.Param, (first_weights()["weight"], first_weights()["bias"]))
+
+    model = Model()
+    wrapped = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+
+    def in_place(run, update, total, weights, state):
+        return run.release(lambda total, own, secret: own.update(model, total, secret=secret), total, wrapped)
+
+    for wrong in (with_state, in_place):
+        with pytest.raises(ValueError, match=r"to flax;.*tx\.update\(total.*nnx\.split"):
+            attempt(release=wrong)
+
+
 # --- vmap -------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -112,6 +114,78 @@ def test_capacity_changes_nothing_but_rounding():
     x, y = data()
     found = by_function.whole(runs[2], data=lambda indices: (x[indices], y[indices]))
     np.testing.assert_array_equal(flat(found), expected)
+
+
+def with_aux(weights, example):
+    return jnp.sum(weights * example), {"large": example[0] > 0}
+
+
+def test_what_single_examples_gave_has_the_rows_of_all_pieces():
+    x = data()[0]
+    gradient = jax.jit(clipped_gradient(with_aux, clip_norm=CLIP, has_aux=True))
+    batch = next(open_run(tiny.plan()).batches(x, capacity=4))
+    members = x[batch._indices]
+    assert len(members) > 4  # or there is one piece
+    total, seen = batch.sum(partial(gradient, jnp.ones(5)))
+    np.testing.assert_allclose(seen.norms[: len(members)], np.linalg.norm(members, axis=1), rtol=1e-4)
+    np.testing.assert_array_equal(seen.aux["large"][: len(members)], members[:, 0] > 0)
+    assert len(seen.values) % 4 == 0
+    whole = gradient(jnp.ones(5), members)[0]
+    np.testing.assert_allclose(total.total, whole.total, atol=1e-5)
+
+
+@pytest.mark.parametrize("capacity", [4, 60])
+def test_what_cannot_be_added_up_is_refused_whatever_the_size_of_the_batch(capacity):
+    gradient = jax.jit(clipped_gradient(with_aux, clip_norm=CLIP, has_aux=True))
+    batch = next(open_run(tiny.plan()).batches(data()[0], capacity=capacity))
+
+    def beside(what):
+        return lambda rows, mask: (gradient(jnp.ones(5), rows, mask=mask)[0], what(rows))
+
+    with pytest.raises(ValueError, match=r"dtype in the result='bool': batch\.sum adds up numbers only"):
+        batch.sum(beside(lambda rows: jnp.any(rows > 0)))
+    with pytest.raises(ValueError, match=f"shape in the result=\\({capacity},\\): has an entry for each"):
+        batch.sum(beside(lambda rows: rows[:, 0]))
+    assert batch.sum(beside(lambda rows: len(rows)))[1] % capacity == 0
+
+
+def test_random_keys_may_be_part_of_the_examples():
+    """One for each, and no number: rows that no example fills have a key of zeros."""
+    keys = jax.random.split(jax.random.key(0), EXAMPLES)
+    batch = next(open_run(tiny.plan()).batches((*data(), keys)))
+    (rows,) = batch
+    members = jax.random.key_data(keys)[batch._indices]
+    np.testing.assert_array_equal(jax.random.key_data(rows.data[2])[: len(members)], members)
+    assert not np.asarray(jax.random.key_data(rows.data[2]))[len(members) :].any()
+
+
+def test_parameters_may_be_trees_of_other_libraries():
+    """With a layer that has none, and a Python number."""
+    plan, weights = tiny.plan(), [(jnp.ones((5, 1)), jnp.zeros(1)), (), 1.0]
+
+    def squared(weights, x):
+        return jnp.sum((x @ weights[0][0] + weights[0][1]) ** 2) * weights[2]
+
+    gradient = jax.jit(clipped_gradient(squared, clip_norm=CLIP))
+    optimizer, run = optax.chain(privatize(plan, clip_norm=CLIP), optax.sgd(0.1)), open_run(plan)
+    state = optimizer.init(weights)
+
+    @jax.jit
+    def update(total, weights, state, secret):
+        updates, state = optimizer.update(total, state, weights, secret=secret)
+        return optax.apply_updates(weights, updates), state
+
+    for batch in run.batches(data()[0]):
+        weights, state = run.release(update, batch.sum(partial(gradient, weights)), weights, state)
+        if run.steps_taken == 2:
+            break
+    assert np.isfinite(flat(weights)).all()
+
+
+def test_parameters_of_one_name_are_refused():
+    twice = {"a": {"b": jnp.ones(3)}, "a.b": jnp.ones(3)}
+    with pytest.raises(ValueError, match=r"name of a parameter='a\.b': there are two.*rename one"):
+        privatize(tiny.plan(), clip_norm=CLIP).init(twice)
 
 
 def test_an_empty_batch_is_a_step_like_any_other():

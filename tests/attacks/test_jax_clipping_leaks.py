@@ -103,7 +103,7 @@ def test_weights_that_are_constants_of_the_program_change_nothing(rows):
 
 def test_gradients_that_are_computed_twice_are_caught(monkeypatch):
     """The planted fault: without the conditional the norm is that of other numbers than the sum."""
-    monkeypatch.setattr(clipping, "_computed_once", lambda function, given, _: function(given))
+    monkeypatch.setattr(clipping.gradient, "computed_once", lambda function, given, _: function(given))
     assert most(pair, 5) > 1000
 
 
@@ -124,7 +124,7 @@ def test_single_examples_are_clipped_inside_of_shard_map():
     script = HERE / "jax_shard_map_clipping.py"
     done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    for claim in ("sum", "contribution", "microbatches", "fault", "cut weights", "training"):
+    for claim in ("sum", "contribution", "microbatches", "explicit mesh", "fault", "cut weights", "training"):
         assert f"{claim} holds" in done.stdout
 
 
@@ -202,6 +202,32 @@ def test_a_mask_that_is_forgotten_is_noticed_where_a_loss_swallows_nan():
     with pytest.raises(ValueError, match="mask: rows that are masked count in the sum"):
         batch.sum(lambda rows, mask: gradient(jnp.zeros(3), rows))
     assert batch.sum(partial(gradient, jnp.zeros(3))).total.shape == (3,)
+
+
+def test_a_forgotten_mask_is_noticed_in_a_plain_sum():
+    """As another library gives it: the sum is named a Clipped only afterwards."""
+    training, run, batch, (weights, state) = begin()
+
+    def swallows(weights, example):
+        return jnp.where(example[0][0] > 0.5, 1.0, -1.0) * (weights["weight"].sum() + weights["bias"].sum())
+
+    gradient = jax.jit(clipped_gradient(swallows, clip_norm=CLIP))
+    for forgotten in (
+        lambda rows, mask: gradient(weights, rows).total,
+        lambda rows, mask: (jnp.sum(mask), gradient(weights, rows).total),
+    ):
+        total = batch.sum(forgotten)
+        total = total[1] if isinstance(total, tuple) else total
+        with pytest.raises(ValueError, match="step=0: mask: rows that are masked count in the sum"):
+            run.release(training.update, Clipped(total, CLIP), weights, state)
+    assert run.ledger.steps_spent == 0
+    # What else is computed of a batch may count them, and does not hide a sum that does.
+    assert batch.sum(lambda rows, mask: jnp.float32(3)) == 3
+    with pytest.raises(ValueError, match="mask: rows that are masked count in the sum"):
+        batch.sum(lambda rows, mask: gradient(weights, rows))
+    counted, total = batch.sum(lambda rows, mask: (jnp.ones(3), gradient(weights, rows, mask=mask).total))
+    run.release(training.update, Clipped(total, CLIP), weights, state)
+    assert (run.steps_taken, counted.shape) == (1, (3,))
 
 
 # --- arguments ----------------------------------------------------------------------------------------------

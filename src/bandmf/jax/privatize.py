@@ -147,7 +147,7 @@ def privatize(
         found, noisy, noise, own = _named(core, total, state, secret)
         mean = jax.tree.map(lambda leaf: leaf / jnp.float32(plan.batch_size), noisy)
         if params is not None:
-            mean = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), mean, params)
+            mean = jax.tree.map(lambda leaf, like: leaf.astype(jnp.result_type(like)), mean, params)
         return mean, PrivateState(noise, own, found, plan.digest, clip_norm)
 
     return optax.GradientTransformationExtraArgs(init, update)

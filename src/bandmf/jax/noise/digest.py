@@ -35,10 +35,18 @@ def words(leaf: Array) -> Array:
         leaf = jax.random.key_data(leaf)
     if leaf.dtype == bool:
         return leaf.astype(jnp.uint32)
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        leaf = jnp.stack([leaf.real, leaf.imag])
+    if _bits(leaf.dtype) < 8:
+        leaf = leaf.astype(jnp.float32 if jnp.issubdtype(leaf.dtype, jnp.floating) else jnp.int8)
     size = leaf.dtype.itemsize
     if size >= 4:
         return lax.bitcast_convert_type(leaf, jnp.uint32)
     return lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * size}")).astype(jnp.uint32)
+
+
+def _bits(dtype: Any) -> int:
+    return (jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo)(dtype).bits
 
 
 def _sums(bits: Array, seeds: Array) -> Array:

@@ -245,7 +245,16 @@ def _executor(kernels: str | None, mesh: Mesh | None) -> type[KernelExecutor] | 
 def named(tree: Any) -> dict[str, Any]:
     """The leaves of a pytree by name, in the tree's order; a tuple of numbers is a leaf, a shape."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_shape)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    if not all(_is_shape(leaf) for _, leaf in leaves):  # among arrays, () is a layer that has none
+        leaves = [(path, leaf) for path, leaf in leaves if not (_is_shape(leaf) and not leaf)]
+    found = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    if len(found) < len(leaves):
+        names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise _check.fail(
+            "name of a parameter", twice, "there are two of them, and noise goes by the name", "rename one"
+        )
+    return found
 
 
 def _is_shape(node: Any) -> bool:
@@ -253,7 +262,7 @@ def _is_shape(node: Any) -> bool:
 
 
 def _shape(leaf: Any) -> tuple[int, ...]:
-    return leaf if _is_shape(leaf) else tuple(leaf.shape)
+    return leaf if _is_shape(leaf) else jnp.shape(leaf)
 
 
 def _traced(value: Any) -> bool:

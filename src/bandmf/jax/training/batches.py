@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from bandmf import _check
-from bandmf.jax.clipping import Clipped, Sums, added, together
+from bandmf.jax.training.pieces import MASK_FORGOTTEN, Trials, added_up
 from bandmf.randomness.stream import Indices
 
 Array = jax.Array
@@ -39,7 +39,7 @@ class Batch:
     def __init__(self, step: int, indices: Indices, source: Source) -> None:
         self.step, self._indices, self._source = step, indices, source
         self._read = False  # piece by piece
-        self._sums: list[list[Any]] = []  # the arrays that `sum` gave
+        self._sums: list[tuple[list[Any], frozenset[int]]] = []  # what `sum` gave; where masked rows count
 
     def __iter__(self) -> Iterator[Rows]:
         """Its pieces, at least one, for functions that `sum` is not for."""
@@ -52,16 +52,20 @@ class Batch:
             yield self._source.rows(self._indices[begin : begin + capacity])
 
     def sum(self, gradient: Callable[..., Any]) -> Any:
-        """gradient(data, mask=mask), added up over the pieces of the batch: one, but for the largest batches."""
-        pieces = self._pieces()
-        first = next(pieces)
-        self._source.check_mask(gradient, first)
-        total, sums = gradient(first.data, mask=first.mask), None
-        for piece in pieces:
-            sums = Sums(total, jax.tree.map(jnp.zeros_like, total)) if sums is None else sums
-            sums = _add(sums, gradient(piece.data, mask=piece.mask))
-        result = total if sums is None else together(sums)
-        self._sums.append(jax.tree.leaves(result))
+        """gradient(data, mask=mask), added up over the pieces of the batch: one, but for the largest batches.
+
+        What single examples gave (return_examples, has_aux) is not added up: it has the rows of all pieces.
+        """
+        counted: list[frozenset[int]] = []
+
+        def results() -> Iterator[Any]:
+            for piece in self._pieces():
+                result = gradient(piece.data, mask=piece.mask)
+                counted.append(self._source.trials.counted(gradient, piece.data, piece.mask, result))
+                yield result
+
+        result = added_up(results())
+        self._sums.append((jax.tree.leaves(result), counted[0]))
         return result
 
     def check_sum(self, total: Any) -> None:
@@ -75,7 +79,10 @@ class Batch:
                 "batch.sum(...) in every step, as examples take part in other steps than was accounted for otherwise"
             )
         leaves = jax.tree.leaves(total)
-        if not any(all(any(leaf is own for own in one) for leaf in leaves) for one in sums):
+        whole = [each for each in sums if all(_is_in(leaf, each[0]) for leaf in leaves)]
+        if any(_is_in(own[place], leaves) for own, counted in whole for place in counted):
+            raise ValueError(f"step={self.step}: {MASK_FORGOTTEN}; nothing was released")
+        if not whole:
             raise ValueError(
                 f"step={self.step}: total is not what batch.sum gave for this batch, and nothing was released; two "
                 "sums added up have twice the clip norm. Change nothing between batch.sum and run.release, or read the "
@@ -83,13 +90,9 @@ class Batch:
             )
 
 
-_add = jax.jit(added, donate_argnums=0)
-
-
-@jax.jit
-def _any(leaves: list[Array]) -> Array:
-    """Whether any number is not zero."""
-    return jnp.array([jnp.any(leaf != 0) for leaf in leaves], bool).any()
+def _is_in(leaf: Any, leaves: list[Any]) -> bool:
+    """This very array, and not one that is equal."""
+    return any(leaf is other for other in leaves)
 
 
 class Source:
@@ -108,7 +111,7 @@ class Source:
         sharding: NamedSharding | None,
     ) -> None:
         self._load = data if callable(data) else partial(_take, _checked(data, examples))
-        self._sharding, self._mask_counts = sharding, False
+        self._sharding, self.trials = sharding, Trials()
         self._share = 1 if sharding is None else _shares(sharding)
         if capacity is None:
             usual = batch_size + _DEVIATIONS * math.sqrt(batch_size) + 1
@@ -120,23 +123,6 @@ class Source:
         larger = copy.copy(self)
         larger.capacity = -(-max(rows, self.capacity) // self._share) * self._share
         return larger
-
-    def check_mask(self, gradient: Callable[..., Any], rows: Rows) -> None:
-        """Refuse, at the first batch, a gradient that counts rows which are masked."""
-        if self._mask_counts:
-            return
-        found = gradient(rows.data, mask=jnp.zeros_like(rows.mask))
-        sums = jax.tree.leaves(found, is_leaf=lambda node: isinstance(node, Clipped))
-        leaves = jax.tree.leaves([each for each in sums if isinstance(each, Clipped)])
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-            return
-        if _any(leaves):
-            raise ValueError(
-                "mask: rows that are masked count in the sum; pass the mask on: "
-                "batch.sum(lambda data, mask: gradient(weights, data, mask=mask)), or "
-                "batch.sum(partial(gradient, weights))"
-            )
-        self._mask_counts = True
 
     def rows(self, indices: Indices) -> Rows:
         """These examples, filled up to `capacity`."""
@@ -173,7 +159,8 @@ class Source:
             here = places[index]
             if (key := _key(index, places.shape)) not in parts:
                 leaves, structure = jax.tree.flatten(self._loaded(here.reshape(-1)))
-                parts[key] = [np.asarray(leaf).reshape(*here.shape, *leaf.shape[1:]) for leaf in leaves]
+                bits = [np.asarray(_bits(leaf)) for leaf in leaves]
+                parts[key] = [leaf.reshape(*here.shape, *leaf.shape[1:]) for leaf in bits]
 
         def whole(number: int, like: Any) -> Array:
             def part(index: Any) -> Any:
@@ -181,7 +168,8 @@ class Source:
 
             return jax.make_array_from_callback((*places.shape, *like.shape[places.ndim :]), sharding, part)
 
-        data = [whole(number, like) for number, like in enumerate(next(iter(parts.values())))]
+        arrays = [whole(number, like) for number, like in enumerate(next(iter(parts.values())))]
+        data = [_as_kind(bits, leaf) for bits, leaf in zip(arrays, leaves, strict=True)]
         known = jax.make_array_from_callback(mask.shape, sharding, lambda index: mask[index])
         return Rows(jax.tree.unflatten(structure, data), known)
 
@@ -201,12 +189,28 @@ def _masked(leaf: Any, valid: Any) -> Any:
     """The rows that are valid, and others that are none."""
     if len(leaf) != len(valid):
         raise _check.fail("data", len(leaf), f"must give one row for each of {len(valid)} indices")
+    if _is_key(leaf):
+        return _as_kind(_masked(_bits(leaf), valid), leaf)
     wide = valid.reshape(-1, *[1] * (leaf.ndim - 1))
     # So that a row counts nothing even where a mask is forgotten: its gradient is not finite.
     nothing = np.full((), np.nan if jnp.issubdtype(leaf.dtype, jnp.floating) else 0, leaf.dtype)
     if isinstance(leaf, jax.Array):
         return jnp.where(wide, leaf, nothing)
     return np.where(wide, leaf, nothing)
+
+
+def _is_key(leaf: Any) -> bool:
+    return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def _bits(leaf: Any) -> Any:
+    """Numbers: of random keys, their words."""
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _as_kind(bits: Any, like: Any) -> Any:
+    """What these numbers are of: random keys, where the other is."""
+    return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(like)) if _is_key(like) else bits
 
 
 def _checked(data: Any, examples: int) -> Any:

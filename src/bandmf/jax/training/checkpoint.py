@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,8 +62,8 @@ def save(run: Run, tree: Any) -> Path:
     return target
 
 
-def restore(run: Run, tree: Any) -> Any:
-    """The last checkpoint, laid out like `tree`; `tree` itself if there is none."""
+def restore(run: Run, tree: Any, check: Callable[[Any], Any]) -> Any:
+    """The last checkpoint, laid out like `tree`; `tree` itself if there is none, and it passes the check."""
     found = run._processes.on_first(lambda: seal.checkpoints(_folder(run)))
     if not found:
         given = int(_parts(tree)[1].step)
@@ -71,6 +72,8 @@ def restore(run: Run, tree: Any) -> Any:
                 "state.step", given, f"nothing was saved yet, and this run has taken {run.steps_taken} steps",
                 "go on with what run.release returned last, or open the run again and begin as it began",
             )  # fmt: skip
+        if run.steps_taken:
+            check(tree)  # it would be remembered as noise that is right
         return tree
     known = checkpoints.verify(found[-1], run.run_id, run.ledger, run._processes)
     contents = json.loads((found[-1] / CONTENTS).read_bytes())

@@ -53,6 +53,11 @@ class Programs:
         self, advance: Callable[..., Any], chunk: Chunk, carry: tuple[Any, ...], secret: Secret
     ) -> Program:
         """The scan over this chunk."""
+        if getattr(jax.config, "jax_disable_jit", False):
+            raise RuntimeError(
+                "jax_disable_jit=True: the steps of a chunk are one compiled program; turn it off for "
+                "run.release_chunk, or look at single steps with run.batches and run.release"
+            )
         given = (secret, chunk.rows, carry)
         leaves, structure = jax.tree.flatten(given)
         kinds = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in map(jnp.asarray, leaves))

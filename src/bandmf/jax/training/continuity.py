@@ -32,8 +32,8 @@ class Continuity:
             raise ValueError(
                 "state: its noise is not as the last step left it, and noise that was changed is too little; give "
                 "run.release the state of privatize that it returned last, as it is (reset or average the states of "
-                "other transformations only, and do not pass it through a program that donates it), or go back with "
-                "run.restore"
+                "other transformations only, and do not pass it through a program that donates it), or go back to a "
+                "checkpoint, if there is one, with run.restore"
             )
 
 

@@ -14,6 +14,16 @@ _NOT_FIRST = (
     "the chain and nothing around it (optax.MultiSteps, masked, multi_transform, apply_if_finite); batch.sum adds up "
     "the pieces of a batch, and parameters that are not trained are left out of what clipped_gradient differentiates"
 )
+_FLAX = (
+    "optimizer: the sum of clipped gradients (bandmf.jax.Clipped) is no pytree of gradients to flax; in the function "
+    "that run.release calls, use the transformation itself: updates, opt_state = tx.update(total, opt_state, params, "
+    "secret=secret), then optax.apply_updates(params, updates); with a TrainState, state.tx and state.replace in place "
+    "of state.apply_gradients; with flax.nnx, nnx.split(model, nnx.Param, ...) in place of nnx.Optimizer"
+)
+_FLAX_WORDS = (
+    "argument of type 'Clipped' is not",
+    "updates='State':",
+)  # of TrainState; through nnx.Optimizer
 _CHAIN = "has to be the same in chain"  # optax's words for a state that is none of its own
 _SWAPPED = (
     "state: is not that of this optimizer; run.release(update, total, weights, state) passes its arguments on in their "
@@ -30,6 +40,8 @@ def explained() -> Iterator[None]:
         text = str(error)
         if _SUM in text:
             raise ValueError(_NOT_FIRST) from error
+        if any(words in text for words in _FLAX_WORDS):
+            raise ValueError(_FLAX) from error
         if _CHAIN in text:
             raise ValueError(_SWAPPED) from error
         raise

@@ -20,6 +20,11 @@ def check_one(program: Any) -> None:
     """Refuse a scan over steps, the only one in this jaxpr, whose body does not draw the noise of its step once."""
     (body,) = [part for eqn in program.eqns if eqn.primitive.name == "scan" for part in _inside(eqn)]
     count = _count(body)
+    if not count:
+        raise ValueError(
+            "advance: privatize was not found in it; every step needs its noise: call optimizer.update of a chain "
+            "that begins with privatize, and not inside of jax.disable_jit, where it cannot be counted"
+        )
     if count != 1:
         raise ValueError(
             f"advance: used privatize {count} times; a step has one sum, and one noise: another sum with the same "
