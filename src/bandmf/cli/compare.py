@@ -42,7 +42,7 @@ def compare_command(
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    pictures = {"plot": plot, "plot-map": plot_map, "plot-memory": plot_memory}
+    pictures = {"plot": plot, "plot_map": plot_map, "plot_memory": plot_memory}
     if mechanisms:
         given = {"steps": steps, "epochs": epochs, "delta": delta, **pictures}
         show.refuse_options(
