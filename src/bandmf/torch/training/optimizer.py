@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from bandmf import _check
+from bandmf.torch.training.schedules import Schedules, schedulers_of
 from bandmf.torch.training.step import Stepper
 
 # Its newer way tells an optimizer the scale but gives no hold on how it changes.
@@ -33,12 +35,13 @@ class PrivateOptimizer(torch.optim.Optimizer):
         # Optimizer.__init__ is not called: groups, state and hooks are those of the original.
         self.original, self._stepper = original, stepper
         self._permitted = False
-        self._rates: list[float] | None = None  # after a piece that did not complete its step
-        self._noticed = False  # that they changed before the next one
+        self._held: Schedules | None = None  # after a piece that did not complete its step
+        self._schedulers: list[LRScheduler] = []
+        self._pieces = 0  # of that kind
         self._guard = original.register_step_pre_hook(self._refuse_foreign)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("original", "_stepper", "_permitted", "_rates", "_noticed", "_guard"):
+        if name in ("original", "_stepper", "_permitted", "_held", "_schedulers", "_pieces", "_guard"):
             raise AttributeError(name)
         return getattr(self.original, name)
 
@@ -89,26 +92,23 @@ class PrivateOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 result = closure()
         self._refuse_unprotected()
-        self._notice_schedules()
+        if self._held is not None:
+            self._held.end_piece()
         vars(self.original)["_opt_called"] = (
             True  # torch's schedulers ask whether it was before their first step
         )
         if self._stepper.consume(1.0 if grad_scaler is None else _fix_scale(grad_scaler, self)):
             with self.permitted():
                 self.original.step()
-        self._rates = _rates(self.original) if self._stepper.partial else None
+        self._held = self._schedules() if self._stepper.partial else None
         return result
 
-    def _notice_schedules(self) -> None:
-        """Warn once of learning rates that change between two pieces of a step: then they depend on its size."""
-        if not self._noticed and self._rates is not None and self._rates != _rates(self.original):
-            warnings.warn(
-                "the learning rate changed between two pieces of one step: a scheduler that counts pieces makes it "
-                "depend on the sizes of batches, which must stay secret; give it to make_private as scheduler= and "
-                "step private.scheduler, or step it only when optimizer.stepped",
-                stacklevel=3,
-            )
-            self._noticed = True
+    def _schedules(self) -> Schedules:
+        """As they are now. The search takes a tenth of a second: at the pieces 1, 2, 4, 8 and so on."""
+        self._pieces += 1
+        if self._pieces & (self._pieces - 1) == 0:
+            self._schedulers = schedulers_of(self.original)
+        return Schedules(self.original, self._schedulers)
 
     def _refuse_unprotected(self) -> None:
         """Gradients of parameters that get no noise must not reach the optimizer."""
@@ -133,11 +133,6 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"PrivateOptimizer({self.original!r})"
-
-
-def _rates(optimizer: torch.optim.Optimizer) -> list[float]:
-    """The learning rates, as numbers: a tensor would change in place."""
-    return [float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None]
 
 
 def _fix_scale(scaler: Any, optimizer: PrivateOptimizer) -> float:

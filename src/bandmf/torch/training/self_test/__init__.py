@@ -8,7 +8,7 @@ examples occur several times, in random places: the norms of their gradients, of
 all places, or the rows of some layer are not the examples in their order. Some are there at half their size as well,
 and one batch is of such alone (see `extremes`). The losses are looked at too (see `guarded`).
 
-Nothing of a rehearsal is released; random numbers and learning-rate schedules (see `schedules`) are put back. The
+Nothing of a rehearsal is released; random numbers and learning-rate schedules are put back. The
 first rehearsals show whether the model draws random numbers; if so, torch's dropout functions let everything through
 in the others. If random numbers are drawn even then, the rest is in evaluation mode, whatever the loop says.
 """
@@ -30,11 +30,11 @@ from bandmf.torch.clipping.refusals import UnsupportedError
 from bandmf.torch.noise.precision import precision
 from bandmf.torch.noise.shards import local
 from bandmf.torch.training.random_state import RandomState
+from bandmf.torch.training.schedules import Schedules, schedulers_of
 from bandmf.torch.training.self_test.collating import AT_RANDOM
 from bandmf.torch.training.self_test.extremes import explain_errors, warn_without
 from bandmf.torch.training.self_test.guarded import Guards
 from bandmf.torch.training.self_test.quiet import Quiet
-from bandmf.torch.training.self_test.schedules import Schedules
 from bandmf.torch.training.self_test.sketches import (
     DEPENDS,
     FULL,
@@ -151,7 +151,7 @@ class SelfTest:
         self._begin_anew()
         try:
             if count > 1:
-                schedules = Schedules(self._optimizer)
+                schedules = Schedules(self._optimizer, schedulers_of(self._optimizer))
                 self._after.callback(schedules.put_back)
                 for rehearsal in self._in_turn(count, rows, small):
                     yield rehearsal

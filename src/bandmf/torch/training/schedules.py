@@ -1,7 +1,8 @@
-"""Learning-rate schedules stand still during the self-test: its batches are no steps, and a loop does not know them.
+"""Learning-rate schedules count steps, though a loop calls `scheduler.step()` for every batch.
 
-A loop that calls `scheduler.step()` for every batch calls it for rehearsals too. So the schedulers of the optimizer and
-the numbers in its groups are put back after each rehearsal to what they were before the first, as random numbers are.
+Batches of the self-test are no steps, and neither are the pieces of a step but for its last: a rate that followed the
+number of pieces would tell the sizes of batches, which are secret. So the schedulers of the optimizer and the numbers
+in its groups are put back after each of them to what they were, as random numbers are.
 """
 
 from __future__ import annotations
@@ -20,14 +21,19 @@ _COUNTED = (
     "were others after each; give a scheduler of torch to make_private as scheduler= and step private.scheduler, or "
     "count private.steps_taken, or count only when optimizer.stepped"
 )
+_BY_PIECES = (
+    "the learning rate changed between two pieces of one step: a schedule that counts pieces makes it depend on the "
+    "sizes of batches, which must stay secret; use a scheduler of torch, or count private.steps_taken, or count only "
+    "when optimizer.stepped"
+)
 
 
 class Schedules:
     """The schedulers and settings of an optimizer as they are now."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, schedulers: list[LRScheduler]) -> None:
         self._optimizer = optimizer
-        self._schedulers = [(each, _copied(vars(each))) for each in _schedulers(optimizer)]
+        self._schedulers = [(each, _copied(vars(each))) for each in schedulers]
         self._settings = [_copied(settings) for settings in _settings(optimizer)]
         self._after: str | None = None  # what the settings were at the end of the last rehearsal
 
@@ -40,6 +46,13 @@ class Schedules:
         if made or (self._after not in (None, after) and not self._by_metric()):
             raise RuntimeError(_COUNTED)
         self._after = after
+        self.put_back()
+
+    def end_piece(self) -> None:
+        """Put everything back; fail if the loop sets rates of its own from piece to piece."""
+        stepped = any(each.last_epoch != state["last_epoch"] for each, state in self._schedulers)
+        if not stepped and _rates(_settings(self._optimizer)) != _rates(self._settings):
+            raise RuntimeError(_BY_PIECES)
         self.put_back()
 
     def _by_metric(self) -> bool:
@@ -67,15 +80,19 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
+def _rates(settings: list[dict[str, Any]]) -> list[float]:
+    return [float(group["lr"]) for group in settings if group.get("lr") is not None]
+
+
 def _copied(values: Any) -> Any:
     """Lists, tuples, dictionaries and tensors anew; everything else, such as other schedulers, as it is."""
     return pytree.tree_map_only(Tensor, lambda value: value.detach().clone(), values)
 
 
-def _schedulers(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
+def schedulers_of(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
     """Those of this optimizer, however it is wrapped (wrappers have the groups of what they wrap).
 
-    Nothing but the garbage collector knows them all. Those inside of others are found by themselves.
+    Nothing but the garbage collector knows them all. Those inside others are found by themselves.
     """
     kinds, groups = set(_kinds(LRScheduler)), optimizer.param_groups
     found = [each for each in gc.get_objects() if type(each) in kinds]
