@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from functools import partial
 
 import pytest
@@ -535,6 +536,39 @@ def test_zero_grad_drops_backward_passes_that_came_before_it(mode, physical):
 
 def test_gradients_that_are_not_dropped_count():
     assert outcome(small_net(), vectors(), "auto", partial(adversarial, zero_grad=False)).refused is not None
+
+
+def by_backward(zero_grad):
+    """The same, as tutorials write it: the input's gradient by a backward pass, which must not count."""
+
+    def loop(private, batch):
+        x, y = batch[0].clone().requires_grad_(True), batch[1]
+        functional.cross_entropy(private.model(x), y).backward()
+        zero_grad(private)
+        functional.cross_entropy(private.model((x + 0.1 * x.grad.sign()).detach()), y).backward()
+        private.optimizer.step()
+
+    return loop
+
+
+@pytest.mark.parametrize("mode", ["auto", "hooks"])
+@pytest.mark.parametrize("of", ["model", "optimizer"])
+def test_zero_grad_of_model_and_optimizer_drop_the_same(of, mode):
+    loop = by_backward(lambda private: getattr(private, of).zero_grad())
+    found, expected = (
+        outcome(small_net(), vectors(), mode, each, clip_norm=0.1) for each in (loop, adversarial)
+    )
+    assert found.refused is None
+    torch.testing.assert_close(found.total, expected.total, rtol=1e-4, atol=1e-6)
+
+
+def test_copies_of_the_model_have_their_own_zero_grad():
+    private = private_of(small_net(), vectors())
+    for twin in (copy.deepcopy(private.model), pickle.loads(pickle.dumps(private.model))):
+        assert twin.zero_grad.__func__ is nn.Module.zero_grad
+        assert twin.zero_grad.__self__ is twin
+    private.close()
+    assert "zero_grad" not in vars(private.model)
 
 
 class Prefixed(nn.Module):

@@ -68,7 +68,9 @@ def compare_command(
         show.print_json({"mechanisms": [row._asdict() for row in table]})
     else:
         _print(table, _title(steps, epochs, epsilon, delta))
-        show.say("The noise of rows in bins is estimated; bandmf plan certifies it, 0.3 to 1.1 percent higher.")
+        show.say(
+            "The noise of rows in bins is estimated; bandmf plan certifies it, 0.3 to 1.1 percent higher."
+        )
 
 
 def _title(steps: int, epochs: int, epsilon: float, delta: float) -> str:

@@ -56,6 +56,7 @@ class Loader:
         self.dataset = dataset
         self._passes = 0  # how many were begun; the last alone may go on
         self._left = 0  # how many of them ended in the self-test
+        self._after_the_end = 0  # passes over the loader
         self.physical_batch_size = physical_batch_size
         if physical_batch_size is not None:
             self.physical_batch_size = _check.whole("physical_batch_size", physical_batch_size)
@@ -103,6 +104,15 @@ class Loader:
 
     def _one_pass(self) -> Iterator[Any]:
         stepper = self._stepper
+        if stepper.in_lightning and stepper.steps_taken >= stepper.plan.steps:
+            self._after_the_end += 1
+            if (
+                self._after_the_end > 1
+            ):  # it would go on with empty passes until it has as many batches as it was told
+                raise RuntimeError(
+                    f"all {stepper.plan.steps} steps of the plan were taken: end the Trainer by max_epochs, or by "
+                    f"max_steps={stepper.plan.steps + REHEARSALS}, which counts the batches of the self-test too"
+                )
         stepper.abandon()
         self._check_length()
         end = min(stepper.plan.steps, self._epoch_begin() + self.epoch_steps)

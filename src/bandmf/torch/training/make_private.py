@@ -22,7 +22,7 @@ from bandmf.torch.clipping.check import check
 from bandmf.torch.losses import ExampleCriterion
 from bandmf.torch.training import checkpoint
 from bandmf.torch.training.loader import Loader, from_loader
-from bandmf.torch.training.optimizer import PrivateOptimizer, PrivateScheduler
+from bandmf.torch.training.optimizer import PrivateOptimizer, PrivateScheduler, ZeroGrad
 from bandmf.torch.training.ranks import Ranks
 from bandmf.torch.training.self_test import SelfTest, end_earlier
 from bandmf.torch.training.step import Stepper
@@ -162,6 +162,7 @@ class Private:
     ) -> None:
         self.model, self.loader, self.plan, self.stepper = model, loader, stepper.plan, stepper
         self.optimizer = PrivateOptimizer(optimizer, stepper)
+        self._zero_grad = ZeroGrad(model, stepper)
         self.scheduler = None if scheduler is None else PrivateScheduler(scheduler, stepper)
         self._criterion = None
         if criterion is not None:
@@ -286,6 +287,7 @@ class Private:
             self.stepper.self_test.close()
         self.stepper.clipping.remove()
         self.optimizer.close()
+        self._zero_grad.remove()
         if self.stepper.ledger is not None:
             self.stepper.ledger.close()
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from bandmf import _check
@@ -123,7 +126,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients; what a logical step has added up so far is kept."""
         self.original.zero_grad(set_to_none)
-        self._stepper.clipping.clear()
+        self._stepper.forget_gradients()
 
     def state_dict(self) -> dict[str, Any]:
         return self.original.state_dict()
@@ -145,6 +148,33 @@ def _fix_scale(scaler: Any, optimizer: PrivateOptimizer) -> float:
             "GradScaler's scale", scale, "must be at least 1: squares of small gradients would vanish"
         )
     return scale
+
+
+class ZeroGrad:
+    """Takes the place of `model.zero_grad` while the run lasts: what clipping has recorded is cleared with the rest."""
+
+    def __init__(self, model: nn.Module, stepper: Stepper) -> None:
+        self._model, self._stepper = model, stepper
+        vars(model)["zero_grad"] = self
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        type(self._model).zero_grad(self._model, set_to_none)
+        self._stepper.forget_gradients()
+
+    def remove(self) -> None:
+        vars(self._model).pop("zero_grad", None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        twin = memo.get(id(self._model))
+        return _own_zero_grad(copy.deepcopy(self._model, memo) if twin is None else twin)
+
+    def __reduce__(self) -> Any:
+        return _own_zero_grad, (self._model,)
+
+
+def _own_zero_grad(model: nn.Module) -> Any:
+    """That of the model's class, for copies."""
+    return MethodType(type(model).zero_grad, model)
 
 
 class PrivateScheduler:

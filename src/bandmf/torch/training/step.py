@@ -201,6 +201,12 @@ class Stepper:
         self._failed, self._partial = False, not piece.last and piece.rehearsal is None
         return piece.last
 
+    def forget_gradients(self) -> None:
+        """Of the backward passes since the batch began."""
+        self.clipping.clear()
+        if self.self_test is not None:
+            self.self_test.forget()
+
     def _add_up(self, piece: Piece, loss_scale: float) -> None:
         if piece.first:
             self.sums.clear()

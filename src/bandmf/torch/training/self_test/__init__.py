@@ -218,6 +218,10 @@ class SelfTest:
             if local(parameter) is parameter
         ]
 
+    def forget(self) -> None:
+        """The gradients that were sketched in this rehearsal."""
+        self._alone = {}
+
     def _stop_listening(self) -> None:
         for handle in self._handles:
             handle.remove()

@@ -19,11 +19,11 @@ from bandmf.torch.training.self_test.whose import MIXED, Operation, Owners, oper
 _LINEAR = (
     "AccumulateGrad", "Add", "Addcmul", "Addmm", "Addmv", "Addr", "Alias", "AsStrided", "Baddbmm", "Bmm", "Cat",
     "Clone", "Conj", "ConstantPadNd", "Copy", "CopySlices", "Cumsum", "Diagonal", "DiagonalScatter", "Div", "Dot",
-    "Expand", "FftC2C", "FftC2R", "FftR2C", "Flip", "Imag", "IndexAdd", "IndexSelect", "Lerp", "Linear", "Mean", "Mm",
-    "Mul", "Mv", "Neg", "Permute", "Real", "Repeat", "Reshape", "ReshapeAlias", "Roll", "Rsub", "ScatterAdd", "Select",
-    "SelectScatter", "Slice", "SliceScatter", "Split", "SplitWithSizes", "Squeeze", "Stack", "Sub", "Sum", "T",
-    "ToCopy", "Trace", "Transpose", "Tril", "Triu", "Unbind", "Unfold", "UnsafeSplit", "UnsafeView", "Unsqueeze",
-    "Vdot", "View", "ViewAsComplex", "ViewAsReal",
+    "Expand", "FftC2C", "FftC2R", "FftR2C", "Flip", "Gather", "Imag", "IndexAdd", "IndexSelect", "Lerp", "Linear",
+    "Mean", "Mm", "Mul", "Mv", "Neg", "Permute", "Real", "Repeat", "Reshape", "ReshapeAlias", "Roll", "Rsub",
+    "ScatterAdd", "Select", "SelectScatter", "Slice", "SliceScatter", "Split", "SplitWithSizes", "Squeeze", "Stack",
+    "Sub", "Sum", "T", "Take", "ToCopy", "Trace", "Transpose", "Tril", "Triu", "Unbind", "Unfold", "UnsafeSplit",
+    "UnsafeView", "Unsqueeze", "Vdot", "View", "ViewAsComplex", "ViewAsReal",
 )  # fmt: skip
 _BY_PLACE = ("Index", "IndexPut")  # linear, unless the values themselves may say which: by a mask
 _SUMS = ("BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "Nansum")  # that add up examples, as losses do
