@@ -224,7 +224,7 @@ def test_a_row_that_no_example_fills_adds_nothing_even_without_a_mask():
     batch = next(run.batches(data()))
     with_mask = training.sum(batch, weights).total
     with pytest.raises(ValueError, match="mask: rows that are masked count in the sum"):
-        batch.sum(lambda rows, mask: training.gradient(weights, rows))  # after another function, which is right
+        batch.sum(lambda rows, mask: training.gradient(weights, rows))
     (piece,) = batch
     forgotten = training.gradient(weights, piece.data).total
     for name, leaf in with_mask.items():
