@@ -88,7 +88,7 @@ def all_constant(weights, batch, mask):
 
 
 def test_constants_alone_are_refused():
-    with pytest.raises(ValueError, match="make weights or rows an argument of the jitted function"):
+    with pytest.raises(ValueError, match="make weights or rows an argument of the function that is traced"):
         looked_at(all_constant)
 
 

@@ -198,6 +198,21 @@ def test_noise_that_was_changed_is_not_made_right_by_restore(tmp_path):
     assert run.steps_taken == run.ledger.steps_spent == 3
 
 
+def test_coefficients_that_were_changed_are_not_kept_by_restore(tmp_path):
+    """No checkpoint has them: restore leaves those of the tree that it is given."""
+    plan = tiny.plan()
+    training, run = Training(plan), open_run(plan, tmp_path)
+    with pytest.raises(ValueError, match="its coefficients are not those of the plan"):
+        run.restore((tiny.first_weights(), CHANGES["coefficients"](training.begin()[1])))
+    weights, state = training.steps(run, *training.begin(), until=2)
+    run.save((weights, state))
+    for change in ("momentum reset", "coefficients"):
+        with pytest.raises(ValueError, match="its coefficients are not those of the plan"):
+            run.restore((weights, CHANGES[change](state)))
+    weights, _ = training.steps(run, *run.restore((weights, CHANGES["history"](state))), until=3)
+    assert np.isfinite(flat(weights)).all()
+
+
 @pytest.mark.parametrize("change", ["momentum reset", "momentum damped", "coefficients"])
 def test_without_the_host_other_coefficients_give_nan(change):
     """The planted fault: nobody compares arrays, and the program itself notices."""

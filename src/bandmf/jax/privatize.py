@@ -30,6 +30,7 @@ from bandmf.randomness.key import Key
 Array = jax.Array
 CORE = "bandmf_privatize"  # the name, in a traced program, of what draws the noise of a step
 _PUBLIC: Any = np.arange(1, WORDS + 1, dtype=np.uint32)  # seeds for digests of what is no secret
+_digested = jax.jit(digest)
 _NO_KEY = Key(bytes(32))  # of the engine, whose key comes with every call
 
 
@@ -64,7 +65,7 @@ class Secret:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("noise", "provenance", "digest"),
-    meta_fields=("plan", "clip_norm"),
+    meta_fields=("plan", "clip_norm", "coefficients"),
 )
 @dataclass(frozen=True, repr=False)
 class PrivateState:
@@ -75,6 +76,7 @@ class PrivateState:
     digest: Array  # of the last sum
     plan: str
     clip_norm: float
+    coefficients: tuple[int, ...]  # the digest of the plan's
 
     def __repr__(self) -> str:
         return f"PrivateState(step={self.noise.step})"
@@ -83,6 +85,15 @@ class PrivateState:
     def step(self) -> Array:
         """How many steps were taken."""
         return self.noise.step
+
+    def check_coefficients(self) -> None:
+        """Refuse, on the host, coefficients that compiled code would answer with NaN."""
+        if tuple(np.asarray(_digested(self.noise.coefficients, _PUBLIC)).tolist()) != self.coefficients:
+            raise ValueError(
+                "state: its coefficients are not those of the plan, and every later step would be NaN; give the state "
+                "of privatize as optimizer.init or run.release returned it (scale or reset the states of other "
+                "transformations only)"
+            )
 
 
 def privatize(
@@ -107,12 +118,13 @@ def privatize(
     )
 
     coefficients = np.asarray(digest(engine.coefficients, _PUBLIC))
+    known = tuple(coefficients.tolist())
 
     def init(params: Any) -> PrivateState:
         refuse_several(any(map(_is_one_of_many, jax.tree.leaves(params))))
         # Two arrays, not one twice: a buffer can be donated once.
         provenance, found = (jnp.zeros(WORDS, jnp.uint32) for _ in range(2))
-        return PrivateState(engine.init(params), provenance, found, plan.digest, clip_norm)
+        return PrivateState(engine.init(params), provenance, found, plan.digest, clip_norm, known)
 
     def core(total: Any, state: PrivateState, secret: Secret) -> tuple[Array, Any, State, Array]:
         """The digest of the sum, the noisy sum, the state of the noise after it, and the run."""
@@ -148,7 +160,7 @@ def privatize(
         mean = jax.tree.map(lambda leaf: leaf / jnp.float32(plan.batch_size), noisy)
         if params is not None:
             mean = jax.tree.map(lambda leaf, like: leaf.astype(jnp.result_type(like)), mean, params)
-        return mean, PrivateState(noise, own, found, plan.digest, clip_norm)
+        return mean, PrivateState(noise, own, found, plan.digest, clip_norm, known)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -53,8 +53,9 @@ def check_not_constant(holds: Array, given: Any) -> None:
     """Refuse what is compiled with weights, rows and mask as constants: then only a barrier would be left."""
     if _traced(holds) and not any(map(_traced, jax.tree.leaves(given))):
         raise ValueError(
-            "weights, rows and mask: are all constants of the program that is compiled, and a compiler that knows them "
-            "may compute gradients twice, differently; make weights or rows an argument of the jitted function"
+            "weights, rows and mask: are all constants of the program that is traced (by jit, eval_shape, lax.cond or "
+            "the like), and a compiler that knows them may compute gradients twice, differently; make weights or rows "
+            "an argument of the function that is traced"
         )
 
 

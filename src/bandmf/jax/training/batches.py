@@ -19,7 +19,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from bandmf import _check
-from bandmf.jax.training.pieces import MASK_FORGOTTEN, Trials, added_up
+from bandmf.jax.training.pieces import added_up
+from bandmf.jax.training.trials import MASK_FORGOTTEN, Trials
 from bandmf.randomness.stream import Indices
 
 Array = jax.Array
@@ -47,26 +48,37 @@ class Batch:
         return self._pieces()
 
     def _pieces(self) -> Iterator[Rows]:
+        return map(self._source.rows, self._parts())
+
+    def _parts(self) -> Iterator[Indices]:
+        """The indices of each piece."""
         capacity = self._source.capacity
         for begin in range(0, max(1, len(self._indices)), capacity):
-            yield self._source.rows(self._indices[begin : begin + capacity])
+            yield self._indices[begin : begin + capacity]
 
     def sum(self, gradient: Callable[..., Any]) -> Any:
         """gradient(data, mask=mask), added up over the pieces of the batch: one, but for the largest batches.
 
         What single examples gave (return_examples, has_aux) is not added up: it has the rows of all pieces.
         """
-        counted: list[frozenset[int]] = []
+        source, counted = self._source, set[int]()
 
         def results() -> Iterator[Any]:
-            for piece in self._pieces():
+            for part in self._parts():
+                piece = source.rows(part)
                 result = gradient(piece.data, mask=piece.mask)
-                counted.append(self._source.trials.counted(gradient, piece.data, piece.mask, result))
+                again = partial(self._still, piece, part)
+                counted.update(source.trials.counted(gradient, source.capacity, again, result))
                 yield result
 
         result = added_up(results())
-        self._sums.append((jax.tree.leaves(result), counted[0]))
+        self._sums.append((jax.tree.leaves(result), frozenset(counted)))
         return result
+
+    def _still(self, piece: Rows, part: Indices) -> Rows:
+        """The piece, loaded again if it was donated."""
+        gone = any(leaf.is_deleted() for leaf in jax.tree.leaves(piece))
+        return self._source.rows(part) if gone else piece
 
     def check_sum(self, total: Any) -> None:
         """Refuse a total that is not of this batch, as far as that can be told."""

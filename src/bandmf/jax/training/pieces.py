@@ -1,8 +1,8 @@
-"""What `batch.sum` makes of the results for the pieces of a batch, and whether masked rows count in them."""
+"""What `batch.sum` makes of the results for the pieces of a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -12,12 +12,6 @@ import numpy as np
 from bandmf import _check
 from bandmf.jax.clipping import Clipped, Examples, Sums, added, together
 
-Array = jax.Array
-MASK_FORGOTTEN = (
-    "mask: rows that are masked count in the sum; pass the mask on: "
-    "batch.sum(lambda data, mask: gradient(weights, data, mask=mask)), or batch.sum(partial(gradient, weights))"
-)
-
 
 def added_up(results: Iterator[Any]) -> Any:
     """Sums are added up, and Examples follow each other row by row; of a single piece it is the very result."""
@@ -26,7 +20,8 @@ def added_up(results: Iterator[Any]) -> Any:
     sums, seen = None, [rows]
     for result in results:
         more, rows, _ = _parts(result)
-        sums = _add(Sums(terms, jax.tree.map(jnp.zeros_like, terms)) if sums is None else sums, more)
+        # The first terms are the caller's arrays, who may have them elsewhere too; later sums are nobody else's.
+        sums = _begin(terms, more) if sums is None else _add(sums, more)
         seen.append(rows)
     if sums is None:
         return first
@@ -46,59 +41,39 @@ def _parts(result: Any) -> tuple[dict[int, Any], dict[int, Examples], Any]:
     return {place: node for place, node in enumerate(nodes) if place not in rows}, rows, structure
 
 
+@jax.jit
+def _begin(terms: Any, more: Any) -> Sums:
+    return added(Sums(terms, jax.tree.map(jnp.zeros_like, terms)), more)
+
+
 _add = jax.jit(added, donate_argnums=0)
 
 
-class Trials:
-    """What functions do with rows that are masked: tried once, with all of them masked, for each kind of result."""
-
-    def __init__(self) -> None:
-        self._known: dict[Any, frozenset[int]] = {}
-
-    def counted(self, gradient: Callable[..., Any], data: Any, mask: Array, result: Any) -> frozenset[int]:
-        """The places of those arrays of `result` in which masked rows count; refused where that is a Clipped."""
-        leaves, structure = jax.tree.flatten(result)
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-            return frozenset()
-        kind = structure, tuple(map(jnp.shape, leaves))
-        if kind not in self._known:
-            _check_sums(result, len(mask))
-            found = gradient(data, mask=jnp.zeros_like(mask))
-            nodes = jax.tree.leaves(found, is_leaf=lambda node: isinstance(node, Clipped))
-            if any(_places(node) for node in nodes if isinstance(node, Clipped)):
-                raise ValueError(MASK_FORGOTTEN)
-            self._known[kind] = _places(found)
-        return self._known[kind]
-
-
-def _places(tree: Any) -> frozenset[int]:
-    """Of the arrays that are not all zero."""
-    numbers = {place: leaf for place, leaf in enumerate(jax.tree.leaves(tree)) if _is_number(leaf)}
-    flags = np.asarray(_nonzero(list(numbers.values())))
-    return frozenset(place for place, flag in zip(numbers, flags, strict=True) if flag)
-
-
-@jax.jit
-def _nonzero(leaves: list[Array]) -> Array:
-    return jnp.array([jnp.any(leaf != 0) for leaf in leaves], bool)
-
-
-def _is_number(leaf: Any) -> bool:
-    return not jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
-
-
-def _check_sums(result: Any, rows: int) -> None:
+def check_sums(result: Any, rows: int) -> None:
     """Refuse, whatever the size of the batch, what could not be added up over the pieces of a larger one."""
     nodes = jax.tree.leaves(result, is_leaf=lambda node: isinstance(node, (Clipped, Examples)))
     others = [node for node in nodes if not isinstance(node, (Clipped, Examples))]
     remedy = "return sums alone; clipped_gradient(..., return_examples=True) gives what single examples gave"
     for leaf in others:
-        kind, shape = jnp.result_type(leaf), jnp.shape(leaf)
-        if not jnp.issubdtype(kind, jnp.number):
-            raise _check.fail("dtype in the result", str(kind), "batch.sum adds up numbers only", remedy)
+        kind, shape = _kind(leaf), np.shape(leaf)
+        if kind is None or not jnp.issubdtype(kind, jnp.number):
+            raise _check.fail(
+                "dtype in the result",
+                str(kind or type(leaf).__name__),
+                "batch.sum adds up numbers only",
+                remedy,
+            )
         # Of a plain sum, all by itself, a parameter may happen to have as many rows.
         if len(others) < len(nodes) and rows > 1 and shape[:1] == (rows,):
             raise _check.fail(
                 "shape in the result", shape, f"has an entry for each of {rows} rows, and batch.sum would add up those "
                 "of different examples", remedy,
             )  # fmt: skip
+
+
+def _kind(leaf: Any) -> Any:
+    """The dtype, or None of what JAX has none for, such as a text."""
+    try:
+        return jnp.result_type(leaf)
+    except TypeError:
+        return None

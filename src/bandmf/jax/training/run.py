@@ -355,7 +355,9 @@ class Run:
 
         The state of the optimizer in `tree` may be as its init gives it, or any later one of this run.
         """
-        self._begin(self._one_state(tree))
+        state = self._one_state(tree)
+        state.check_coefficients()  # no checkpoint has them
+        self._begin(state)
         result = checkpoint.restore(self, tree, self._state_in)
         self._passes, self._batch, self._last = self._passes + 1, None, None
         self._restored = self._passes
