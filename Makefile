@@ -11,7 +11,9 @@ NATIVE = $(wildcard src/bandmf/native/*.[ch])
 demo: .venv/installed
 	.venv/bin/bandmf train --plot demo.png
 
-test: lint types doctest unit
+test: .venv/installed-dev
+	$(MAKE) --jobs 2 lint types doctest
+	$(MAKE) unit
 
 lint: .venv/installed-dev
 	.venv/bin/ruff check .

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 
 # Before NumPy is imported: threads inside a hundred thousand products of tiny matrices only cost time.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# What XLA compiles once serves all tests, in whichever process. The first process makes the folder for the others.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _compiled = tempfile.TemporaryDirectory(prefix="bandmf-compiled-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 import pytest
 from hypothesis import HealthCheck, settings

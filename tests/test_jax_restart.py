@@ -58,7 +58,7 @@ def test_a_run_goes_on_where_its_checkpoint_was(tmp_path, until, bands):
     assert again.ledger.replays == 0
 
 
-@pytest.mark.parametrize("kills", [6, pytest.param(10, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [4, pytest.param(10, marks=pytest.mark.long)])
 def test_a_run_killed_ten_times_is_the_run_that_was_not(kills, tmp_path):
     done = subprocess.run(
         [sys.executable, HERE / "jax_killed_training.py", tmp_path, str(kills)],

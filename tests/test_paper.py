@@ -20,6 +20,7 @@ from bandmf.paper import page, table
 from bandmf.paper.experiment import Claim, Experiment, Verdict
 from bandmf.paper.run import run
 from pages import ROOT
+from sweeps import some_long
 
 RECORD = ROOT / "docs" / "reproduction"
 FAULTS = paper_faults_strategies.FAULTS | paper_faults_privacy.FAULTS | paper_faults_training.FAULTS
@@ -45,7 +46,17 @@ def test_claims_have_names_of_their_own_and_a_fault_each():
     assert set(FAULTS) == set(names)
 
 
-@pytest.mark.parametrize("name", paper.NAMES)
+SLOW = (
+    "learning",
+    "learning_max_error",
+    "noise_time",
+    "mechanism_table",
+    "against_steps_and_epochs",
+    "federated",
+)
+
+
+@pytest.mark.parametrize("name", some_long(paper.NAMES, lambda name: name not in SLOW))
 def test_a_quick_run_writes_numbers_and_a_picture_that_can_be_judged(name, tmp_path):
     one = paper.experiment(name)
     rows = run(one, tmp_path, quick=True, jobs=1)

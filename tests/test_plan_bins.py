@@ -384,6 +384,7 @@ def test_its_sampler_keeps_examples_apart_and_batches_at_their_size(separated):
     assert taken.sum() / 40 == pytest.approx(50, abs=5)
 
 
+@pytest.mark.long
 def test_the_last_digit_of_a_ratio_refuses_nothing():
     """examples / batch_size is 7, but steps / (steps * batch_size / examples) a little less."""
     found = bandmf.plan(

@@ -33,6 +33,7 @@ def launch(processes, folder, script):
     return folder
 
 
+@pytest.mark.long
 def test_the_replicas_of_the_example_end_with_the_weights_of_one_process(tmp_path):
     two, one = launch(2, tmp_path / "two", EXAMPLE), launch(1, tmp_path / "one", EXAMPLE)
     first, second = (torch.load(two / f"weights-{rank}.pt") for rank in (0, 1))
