@@ -41,7 +41,8 @@ def _finite(value: Any) -> Any:
 def refuse_options(given: dict[str, Any], where: str) -> None:
     """Fail, naming the first option that has no meaning there."""
     for name, value in given.items():
-        raise ValueError(f"{name}={value!s}: has no meaning {where}; leave --{name} out")
+        option = name.replace("_", "-")
+        raise ValueError(f"{name}={value!s}: has no meaning {where}; leave --{option} out")
 
 
 # --- numbers and times --------------------------------------------------------------------------------
