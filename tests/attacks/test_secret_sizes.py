@@ -23,6 +23,9 @@ SCHEDULES = {
         [lr_scheduler.ConstantLR(optimizer, 0.5, 2), lr_scheduler.ExponentialLR(optimizer, 0.5)],
         [2],
     ),
+    "ChainedScheduler": lambda optimizer: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(optimizer, 0.5, 2), lr_scheduler.ExponentialLR(optimizer, 0.5)]
+    ),
 }
 
 
@@ -82,10 +85,42 @@ def test_a_scheduler_that_is_stepped_with_the_steps_is_left_alone():
     assert rates_in_pieces(SCHEDULES["LambdaLR"], with_steps) == [1.0 + step for step in range(PLAN.steps)]
 
 
-def test_a_rate_that_counts_pieces_by_hand_is_refused():
+def test_a_scheduler_made_in_the_middle_counts_steps():
+    made = []
+
+    def later(private, scheduler, count):
+        if not private.loader.rehearsals and not made:
+            made.append(lr_scheduler.StepLR(private.optimizer.original, 3, 0.1))
+        elif made and not private.finished:
+            made[0].step()
+
+    found = rates_in_pieces(lambda optimizer: None, later)
+    assert found[:3] == [1.0] * 3
+    assert found[3:] == pytest.approx([0.1] * 3)
+
+
+def test_a_step_that_was_left_holds_no_schedule():
+    model = nn.Linear(8, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = lr_scheduler.StepLR(optimizer, 1, 0.5)
+    private = make_private(
+        model, optimizer, small_data(200), PLAN, clip_norm=0.5, physical_batch_size=4, self_test=False
+    )
+    for _ in range(2):
+        for x, y in private.loader:
+            nn.functional.cross_entropy(model(x), y).backward()
+            private.optimizer.step()
+            if not private.optimizer.stepped:
+                break
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize("name", ["lr", "momentum", "weight_decay"])
+def test_settings_that_count_pieces_by_hand_are_refused(name):
     def by_hand(private, scheduler, count):
         if not private.loader.rehearsals:
-            private.optimizer.param_groups[0]["lr"] = 1.0 / (1 + count)
+            private.optimizer.param_groups[0][name] = 1.0 / (2 + count)
 
     with pytest.raises(RuntimeError, match="learning rate changed between two pieces"):
         rates_in_pieces(lambda optimizer: None, by_hand)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from bandmf import _check
-from bandmf.torch.training.schedules import Schedules, schedulers_of
+from bandmf.torch.training.schedules import Schedules, schedulers_made, schedulers_of
 from bandmf.torch.training.step import Stepper
 
 # Its newer way tells an optimizer the scale but gives no hold on how it changes.
@@ -40,11 +40,11 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._permitted = False
         self._held: Schedules | None = None  # after a piece that did not complete its step
         self._schedulers: list[LRScheduler] = []
-        self._pieces = 0  # of that kind
+        self._made = -1  # as many schedulers had been made when these were looked for
         self._guard = original.register_step_pre_hook(self._refuse_foreign)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("original", "_stepper", "_permitted", "_held", "_schedulers", "_pieces", "_guard"):
+        if name in ("original", "_stepper", "_permitted", "_held", "_schedulers", "_made", "_guard"):
             raise AttributeError(name)
         return getattr(self.original, name)
 
@@ -95,7 +95,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 result = closure()
         self._refuse_unprotected()
-        if self._held is not None:
+        if self._held is not None and self._stepper.partial:  # a step that was left is another matter
             self._held.end_piece()
         vars(self.original)["_opt_called"] = (
             True  # torch's schedulers ask whether it was before their first step
@@ -107,10 +107,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
         return result
 
     def _schedules(self) -> Schedules:
-        """As they are now. The search takes a tenth of a second: at the pieces 1, 2, 4, 8 and so on."""
-        self._pieces += 1
-        if self._pieces & (self._pieces - 1) == 0:
-            self._schedulers = schedulers_of(self.original)
+        """As they are now. The search takes a tenth of a second, so only when one may have been made."""
+        if self._made != schedulers_made():
+            self._schedulers, self._made = schedulers_of(self.original), schedulers_made()
         return Schedules(self.original, self._schedulers)
 
     def _refuse_unprotected(self) -> None:
@@ -155,14 +154,16 @@ class ZeroGrad:
 
     def __init__(self, model: nn.Module, stepper: Stepper) -> None:
         self._model, self._stepper = model, stepper
+        self._own = model.zero_grad
         vars(model)["zero_grad"] = self
 
-    def __call__(self, set_to_none: bool = True) -> None:
-        type(self._model).zero_grad(self._model, set_to_none)
+    def __call__(self, *arguments: Any, **named: Any) -> None:
+        self._own(*arguments, **named)
         self._stepper.forget_gradients()
 
     def remove(self) -> None:
-        vars(self._model).pop("zero_grad", None)
+        if vars(self._model).get("zero_grad") is self:
+            del vars(self._model)["zero_grad"]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         twin = memo.get(id(self._model))

@@ -40,7 +40,7 @@ class Schedules:
     def end_rehearsal(self) -> None:
         """Put everything back; fail if the loop sets rates of its own that follow the number of rehearsals."""
         settings = _settings(self._optimizer)
-        after = repr(pytree.tree_map_only(Tensor, Tensor.tolist, settings))
+        after = _shown(settings)
         made = [set(group) for group in settings] != [set(group) for group in self._settings]
         # A scheduler that was made during a rehearsal has a state that nobody knows from before.
         if made or (self._after not in (None, after) and not self._by_metric()):
@@ -50,8 +50,14 @@ class Schedules:
 
     def end_piece(self) -> None:
         """Put everything back; fail if the loop sets rates of its own from piece to piece."""
-        stepped = any(each.last_epoch != state["last_epoch"] for each, state in self._schedulers)
-        if not stepped and _rates(_settings(self._optimizer)) != _rates(self._settings):
+        stepped = any(_counts(vars(each)) != _counts(state) for each, state in self._schedulers)
+        now = [
+            {
+                name: group.get(name) for name in settings
+            }  # a scheduler that was made since adds names of its own
+            for group, settings in zip(self._optimizer.param_groups, self._settings, strict=False)
+        ]
+        if not stepped and _shown(now) != _shown(self._settings):
             raise RuntimeError(_BY_PIECES)
         self.put_back()
 
@@ -80,13 +86,37 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def _rates(settings: list[dict[str, Any]]) -> list[float]:
-    return [float(group["lr"]) for group in settings if group.get("lr") is not None]
+def _shown(settings: list[dict[str, Any]]) -> str:
+    """To compare; a tensor would change in place."""
+    return repr(pytree.tree_map_only(Tensor, Tensor.tolist, settings))
+
+
+def _counts(state: dict[str, Any]) -> dict[str, Any]:
+    """What a scheduler counts by."""
+    return {name: value for name, value in state.items() if isinstance(value, int | float)}
 
 
 def _copied(values: Any) -> Any:
     """Lists, tuples, dictionaries and tensors anew; everything else, such as other schedulers, as it is."""
     return pytree.tree_map_only(Tensor, lambda value: value.detach().clone(), values)
+
+
+def _count(kind: type[LRScheduler], *_: Any, **__: Any) -> LRScheduler:
+    _Made.number += 1
+    return object.__new__(kind)
+
+
+class _Made:
+    """How many schedulers were made since this was imported: whether there may be one that nobody knows yet."""
+
+    number = 0
+
+
+setattr(LRScheduler, "__new__", _count)  # noqa: B010  (its type is that of any __new__)
+
+
+def schedulers_made() -> int:
+    return _Made.number
 
 
 def schedulers_of(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
