@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bandmf.native.library import library
+from bandmf.native.loading import library
 from bandmf.native.sources import FOLDER
 
 COMPILER = shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")

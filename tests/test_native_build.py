@@ -15,7 +15,7 @@ import pytest
 
 import bandmf
 from bandmf import Key
-from bandmf.native import library as native_library
+from bandmf.native import loading as native_library
 from bandmf.noise import NumpyEngine
 from native_builds import build, needs_compiler, needs_library
 from noise_families import FAMILIES
@@ -70,7 +70,7 @@ def test_an_sdist_builds_a_wheel_with_the_library_for_any_python(repository, tmp
     folder = tmp_path / "installed" / "bandmf" / "native"
     assert {"noise.so", "noise.c", "kernel.c", "noise.h"} <= {path.name for path in folder.iterdir()}
     program = (
-        "from bandmf.native.library import library, FOLDER; assert library(), FOLDER;"
+        "from bandmf.native.loading import library, FOLDER; assert library(), FOLDER;"
         "import numpy as np; from bandmf.noise import NumpyEngine; from bandmf.strategies import Identity;"
         "engine = NumpyEngine(Identity(1), kernels='native');"
         "engine.add(engine.init({'w': (9,)}), {'w': np.zeros(9, np.float32)}, 1.0); print(FOLDER)"

@@ -18,7 +18,7 @@ import numpy as np
 
 from bandmf import _check
 from bandmf._deprecated import renamed_arguments
-from bandmf.native.library import chosen, threads
+from bandmf.native.loading import chosen, threads
 from bandmf.noise import checks, native
 from bandmf.noise.normals import Float32, Source, chunks
 from bandmf.noise.provenance import Provenance

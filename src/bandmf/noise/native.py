@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bandmf.native.library import library
+from bandmf.native.loading import library
 from bandmf.noise.region import Region
 from bandmf.noise.schedule import Step
 from bandmf.randomness import chacha

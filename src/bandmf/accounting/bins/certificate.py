@@ -36,9 +36,8 @@ from bandmf.accounting.certified import (
 )
 from bandmf.accounting.samples import upper_bound
 
-MOST_WORK = (
-    2**37
-)  # of all samples: half an hour on two cores, beyond which nobody would wait for a verification
+# Of all samples: half an hour on two cores, beyond which nobody would wait for a verification.
+MOST_WORK = 2**37
 _TUNING = 1024  # samples
 _SAME_GRAM = 1e-7
 

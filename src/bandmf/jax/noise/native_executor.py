@@ -13,7 +13,7 @@ from bandmf.jax.noise.executor import Array
 from bandmf.jax.noise.kernel_executor import KernelExecutor, Places
 from bandmf.jax.noise.sharding import Layout
 from bandmf.jax.noise.tables import Table
-from bandmf.native.library import library
+from bandmf.native.loading import library
 from bandmf.strategies.base import BufferRecurrence, InputRecurrence, OutputRecurrence
 
 TARGET = "bandmf_noise_step"

@@ -42,7 +42,7 @@ from bandmf.torch.clipping.refusals import (
 )
 from bandmf.torch.clipping.watch import Written
 
-_LARGE = {"cpu": 1 << 18, "cuda": 1 << 23}  # numbers that cost more to copy than it saves
+_LARGE, _LARGE_ON_GPUS = 1 << 18, 1 << 23  # numbers that cost more to copy than it saves
 
 
 class Bookkeeping:
@@ -251,8 +251,8 @@ def _pack(terms: Terms) -> tuple[list[Pack], Terms]:
     rest: Terms = {}
     for name, several in terms.items():
         if len(several) == 1 and isinstance(several[0], Tensor):
-            large = several[0].numel() > _LARGE.get(several[0].device.type, 0)
-            alone = name if large else ""
+            most = _LARGE_ON_GPUS if several[0].is_cuda else _LARGE
+            alone = name if several[0].numel() > most else ""
             alike.setdefault((several[0].device, alone), {})[name] = several[0]
         else:
             rest[name] = several

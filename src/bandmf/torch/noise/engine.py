@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from bandmf import _check
 from bandmf._deprecated import renamed_arguments
-from bandmf.native.library import chosen
+from bandmf.native.loading import chosen
 from bandmf.noise import checks
 from bandmf.noise.provenance import Provenance
 from bandmf.noise.schedule import INNER, Schedule, Step

@@ -51,10 +51,9 @@ class Schedules:
     def end_piece(self) -> None:
         """Put everything back; fail if the loop sets rates of its own from piece to piece."""
         stepped = any(_counts(vars(each)) != _counts(state) for each, state in self._schedulers)
+        # By the names from before: a scheduler that was made since adds names of its own.
         now = [
-            {
-                name: group.get(name) for name in settings
-            }  # a scheduler that was made since adds names of its own
+            {name: group.get(name) for name in settings}
             for group, settings in zip(self._optimizer.param_groups, self._settings, strict=False)
         ]
         if not stepped and _shown(now) != _shown(self._settings):
