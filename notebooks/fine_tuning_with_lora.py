@@ -165,7 +165,7 @@ plan = bandmf.plan(
     batch_size=60 if SHORT else 100,
     epochs=3 if SHORT else 4,
     parameters=count,
-    certify_seconds=2 if SHORT else 10,
+    certify_seconds=10,
 )
 print(f"{plan.steps} steps, {plan.sampling}, {plan.mechanism}; noise history {plan.memory / 1e6:.2f} MB")
 print(f"DP-SGD would have {plan.dp_sgd_ratio:.1f} times the error")

@@ -134,7 +134,7 @@ budget = {
     "epochs": 1 if SHORT else 4,
 }
 dp_sgd = bandmf.plan(**budget, bands=1)
-plan = bandmf.plan(**budget, certify_seconds=2 if SHORT else 10)
+plan = bandmf.plan(**budget, certify_seconds=10)
 print(plan.choice)
 print(f"DP-SGD has {plan.dp_sgd_ratio:.1f} times the error, at the same epsilon={plan.epsilon:g}")
 

@@ -73,15 +73,31 @@ def straight(sigma, until):
 @pytest.mark.parametrize("first", [1.9, 2.05, 2.3])
 def test_draws_that_show_nothing_at_a_larger_sigma_do_not_end_the_search(first, until):
     """Once they did, with a math domain error, for some seeds."""
-    sigma, sums, slope = solve(lambda sigma: straight(sigma, until), first, 1e-8)
+    sigma, sums, slope = solve(lambda sigma, samples: straight(sigma, until), first, 1e-8, 1000)
     assert sigma == pytest.approx(2, rel=0.02)
     assert sums.mean > 0
     assert -200 <= slope <= -2
 
 
 def test_draws_that_show_nothing_at_all_get_one_sentence():
-    with pytest.raises(NotCertifiedError, match="1000 samples do not show it near sigma="):
-        solve(lambda sigma: straight(sigma, 0), 2.0, 1e-8)
+    with pytest.raises(NotCertifiedError, match="samples do not show it near sigma="):
+        solve(lambda sigma, samples: straight(sigma, 0), 2.0, 1e-8, 1000)
+
+
+def test_where_a_few_samples_decide_more_are_drawn():
+    """Planted: of fewer than ten thousand samples, one has all the weight."""
+    tried = []
+
+    def curve(sigma, samples):
+        tried.append(samples)
+        mean = 1e-8 * (2 / sigma) ** 30
+        spread = samples if samples < 10_000 else 1
+        return Sums(samples, mean * samples, mean**2 * samples * spread, mean * spread)
+
+    sigma, sums, _ = solve(curve, 2.1, 1e-8, 1000)
+    assert sigma == pytest.approx(2, rel=1e-3)
+    assert sorted(set(tried)) == [1000, 4000, 16000]
+    assert sums.count == 16000
 
 
 @pytest.mark.parametrize("slope", [-5.0, -30.0, -80.0, -190.0])

@@ -229,11 +229,20 @@ def test_extreme_budgets_have_a_sigma(epsilon, delta, sigma):
     assert found.sigma == pytest.approx(sigma, rel=0.02)
 
 
-def test_samples_of_which_a_few_decide_give_no_sigma():
-    """Once 0.279, at which two thousand samples happened to show delta: a hundredfold smaller one needs only 0.53."""
+def test_any_seed_finds_a_sigma():
+    """Once one seed in five found none: the copies suited a sigma three percent larger, and only that."""
+    C = optimize.banded_toeplitz(40, 2).strategy
+    sigmas = [estimate_sigma(C, 2, 1 / 19, 8.0, 1e-5, samples=2**11, seed=seed).sigma for seed in range(20)]
+    assert np.std(sigmas) / np.mean(sigmas) < 0.01
+
+
+def test_where_a_few_samples_decide_more_are_drawn():
+    """Once 0.279, at which two thousand samples happened to show delta."""
     C = BandedToeplitz([1, 0.5, 0.375, 0.3125], 80)
-    with pytest.raises(NotCertifiedError, match=r"^delta=0\.001: .*noise for a smaller one serves this one"):
-        estimate_sigma(C, 4, 1 / 17, 16.0, 1e-3, samples=2**11, seed=1)
+    found = estimate_sigma(C, 4, 1 / 17, 16.0, 1e-3, samples=2**11, seed=1)
+    assert found.sigma == pytest.approx(
+        0.4465, rel=0.03
+    )  # eight times the samples, five seeds: 0.4446 to 0.4482
 
 
 def test_a_large_epsilon_is_certified():

@@ -30,7 +30,7 @@ def plan():
 @pytest.fixture(scope="module")
 def separated():
     small = {name: QUICK[name] for name in ("epsilon", "delta", "examples", "batch_size", "steps")}
-    return bandmf.plan(**small, sampling="b-min-sep", bands=2, certify_seconds=5)
+    return bandmf.plan(**small, sampling="b-min-sep", bands=2, certify_seconds=30)
 
 
 def forged(plan, path, **changes):
@@ -77,7 +77,7 @@ def test_a_long_verification_says_so(plan, tmp_path, monkeypatch, caplog):
 def cached(tmp_path, monkeypatch):
     """A plan in a cache of its own, and a function that changes the entries of a kind there, with the right seal."""
     monkeypatch.setenv("BANDMF_CACHE", str(tmp_path))
-    plan = bandmf.plan(**QUICK, certify_seconds=2)
+    plan = bandmf.plan(**QUICK, certify_seconds=10)
 
     def change(what, edit):
         for path in (tmp_path / "plans").glob("*.json"):
@@ -103,9 +103,9 @@ UNUSABLE = {
 def test_a_cached_certificate_that_cannot_be_used_is_computed_again_and_replaced(how, cached):
     plan, change = cached
     change("certificate of", UNUSABLE[how])
-    again = bandmf.plan(**QUICK, certify_seconds=2)
+    again = bandmf.plan(**QUICK, certify_seconds=10)
     assert again.certificate.seed != plan.certificate.seed
-    assert bandmf.plan(**QUICK, certify_seconds=2) == again  # which is now what is kept
+    assert bandmf.plan(**QUICK, certify_seconds=10) == again  # which is now what is kept
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_cached_certificate_that_cannot_be_used_is_computed_again_and_replaced
 def test_a_cached_strategy_that_cannot_be_read_is_searched_again(answer, cached):
     plan, change = cached
     change("strategy of", lambda kept: answer)
-    again = bandmf.plan(**QUICK, certify_seconds=2)
+    again = bandmf.plan(**QUICK, certify_seconds=10)
     assert (again.sampling, again.strategy.inverse_bands) == ("balls-in-bins", 3)
     assert again.rmse == pytest.approx(plan.rmse, rel=0.02)
 
@@ -128,7 +128,7 @@ def test_a_file_system_without_locks_is_no_error(tmp_path, monkeypatch):
 
     monkeypatch.setenv("BANDMF_CACHE", str(tmp_path))
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    assert bandmf.plan(**QUICK, certify_seconds=2).certificate is not None
+    assert bandmf.plan(**QUICK, certify_seconds=10).certificate is not None
 
 
 # --- budgets far from any use -----------------------------------------------------------------------------

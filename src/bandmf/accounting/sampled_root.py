@@ -13,7 +13,7 @@ from bandmf.accounting.certified import NotCertifiedError
 from bandmf.accounting.samples import Sums
 
 T = TypeVar("T")
-Curve = Callable[[float], Sums]
+Curve = Callable[[float, int], Sums]  # (sigma, samples)
 RELIABLE = 3.0  # standard errors that a mean must be above zero, or a few weights decide and nothing is shown
 _SLOPE = -30.0  # of log delta over log sigma, until there are two points
 _SLOPES = (-200.0, -2.0)  # that are believed
@@ -24,6 +24,7 @@ _FARTHEST = 0.1  # step between two looks
 _NARROW = 1e-3  # between a sigma that is too small and one that is too large: where to stop halving
 _NEAR = 1.0  # of log delta
 _NOTHING = 1e-300  # in place of a mean of zero
+_MORE = (1, 4, 16)  # times the samples, where fewer show nothing
 
 
 def approach(look: Callable[[float], tuple[float, T]], sigma: float, delta: float) -> tuple[float, T]:
@@ -44,8 +45,18 @@ def approach(look: Callable[[float], tuple[float, T]], sigma: float, delta: floa
     raise not_found(delta, math.exp(x))
 
 
-def solve(curve: Curve, sigma: float, delta: float) -> tuple[float, Sums, float]:
-    """Sigma, sums and slope where the sampled curve meets delta: secant steps on log scales.
+def solve(curve: Curve, sigma: float, delta: float, samples: int) -> tuple[float, Sums, float]:
+    """Sigma, sums and slope where the sampled curve meets delta; with more samples where a few of them decide."""
+    for times in _MORE:
+        try:
+            return _solve(lambda sigma, count=times * samples: curve(sigma, count), sigma, delta)
+        except NotCertifiedError as error:
+            failed = error
+    raise failed
+
+
+def _solve(curve: Callable[[float], Sums], sigma: float, delta: float) -> tuple[float, Sums, float]:
+    """Secant steps on log scales.
 
     Where no sample is beyond epsilon the curve is zero, and steps go back to a smaller sigma.
     """

@@ -41,8 +41,9 @@ def calibrate(
 ) -> Certificate:
     """A certificate with a sigma that is close to the least one; NotCertifiedError where the time does not suffice.
 
-    With more `seconds` than needed for .94 of delta, the rest is not used. `seed` is for tests; by default it
-    is drawn afresh, as every attempt needs. `progress` is told, in words, what happens.
+    With more `seconds` than needed for .94 of delta, the rest is not used; the estimate that comes first takes its
+    own time. `seed` is for tests; by default it is drawn afresh, as every attempt needs. `progress` is told, in
+    words, what happens.
 
     Compare strategies by `estimate` and certify the one that was chosen: the best of m certificates has m times
     the probability of failure.
@@ -52,7 +53,7 @@ def calibrate(
     >>> 4.2247 < certificate.sigma < 4.27, certificate.delta
     (True, 1e-06)
     """
-    gram, start = checked_gram(gram), time.perf_counter()
+    gram = checked_gram(gram)
     seconds = _check.real("seconds", seconds, 0, open_low=True)
     root = secrets.randbits(120) if seed is None else _check.whole("seed", seed, 0, 2**120 - 1)
     tell = progress or (lambda text: None)
@@ -60,6 +61,7 @@ def calibrate(
     tell(f"estimate: sigma={pilot.sigma:.4g}")
     if pilot.add >= 1:
         raise _no_half_space(gram, pilot.sigma, epsilon, delta)
+    start = time.perf_counter()
     pace = seconds_per_sample(privacy_loss(gram, pilot.sigma), epsilon, pilot.pilot.chain, workers)
     sigma, failed = 0.0, NotCertifiedError("no attempt was made")
     for attempt in range(1, _MOST_ATTEMPTS):

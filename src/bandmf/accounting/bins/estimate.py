@@ -72,15 +72,18 @@ def _estimate(
 ) -> Estimate:
     sigma, pilot = _tuned(gram, epsilon, delta, seed)
 
-    def remove(sigma: float) -> Sums:
+    def remove(sigma: float, samples: int) -> Sums:
         return remove_sums(privacy_loss(gram, sigma), epsilon, pilot.chain, samples, seed, stream=ESTIMATE)
 
-    sigma, sums, slope = solve(remove, sigma, delta)
+    def add(sigma: float, samples: int) -> Sums:
+        return _added(gram, sigma, epsilon, samples, seed)
+
+    sigma, sums, slope = solve(remove, sigma, delta, samples)
     bound = pilot.chain.bound(privacy_loss(gram, sigma), epsilon)
     pilot = Pilot(pilot.chain, sums.mean, sums.relative_variance, bound / sums.mean)
     added = add_sums(privacy_loss(gram, sigma), epsilon, samples, seed, stream=ESTIMATE)
     if added is not None and added[0].mean > delta:  # never seen, but not excluded
-        sigma, sums, slope = solve(lambda sigma: _added(gram, sigma, epsilon, samples, seed), sigma, delta)
+        sigma, sums, slope = solve(add, sigma, delta, samples)
         added = sums, added[1]
     T = _posterior(gram, sigma, epsilon, delta, pilot, samples, seed) if posterior else None
     error = sums.standard_error / sums.mean / abs(slope)

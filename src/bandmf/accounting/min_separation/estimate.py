@@ -26,6 +26,7 @@ from bandmf.strategies.base import Strategy
 
 _BOUND_OVER_DELTA = 30.0  # about, for the best number of copies
 _FEW = 4  # copies, for a first look
+_BELOW = 0.95  # of sigma: copies must serve there, too, as their moments soar while sigma falls
 _ROUGH = (2**10, 2**12, 2**15)  # samples: more where fewer show nothing
 
 
@@ -88,18 +89,18 @@ def _estimate(
 ) -> Estimate:
     sigma, copies = _tuned(law, norm, epsilon, delta, seed)
 
-    def remove(sigma: float) -> Sums:
+    def remove(sigma: float, samples: int) -> Sums:
         return remove_sums(Copies(law(sigma=sigma), copies), epsilon, samples, seed, workers, ESTIMATE)
 
-    def add(sigma: float) -> Sums:
+    def add(sigma: float, samples: int) -> Sums:
         return _added(law(sigma=sigma), epsilon, samples, seed, workers)
 
-    sigma, sums, slope = solve(remove, sigma, delta)
+    sigma, sums, slope = solve(remove, sigma, delta, samples)
     bound = Copies(law(sigma=sigma), copies).bound(epsilon)
     variance, bound = sums.relative_variance, bound / sums.mean
-    added = add(sigma).mean
+    added = add(sigma, samples).mean
     if delta < added < 1:  # never seen, but not excluded
-        sigma, sums, slope = solve(add, sigma, delta)
+        sigma, sums, slope = solve(add, sigma, delta, samples)
     error = sums.standard_error / sums.mean / abs(slope)
     return Estimate(sigma, error, slope, copies, variance, bound, added)
 
@@ -115,13 +116,14 @@ def _tuned(law: partial[Loss], norm: float, epsilon: float, delta: float, seed: 
     """A sigma near the solution, and a number of copies that suits it."""
 
     def look(sigma: float) -> tuple[float, int]:
-        proposal = best_copies(law(sigma=sigma), epsilon)
+        copies = best_copies(law(sigma=_BELOW * sigma), epsilon).copies
+        proposal = Copies(law(sigma=sigma), copies)
         for rough in _ROUGH:
             sums = remove_sums(proposal, epsilon, rough, seed, stream=PILOT)
             if sums.mean > RELIABLE * sums.standard_error:
-                return sums.mean, proposal.copies
+                return sums.mean, copies
         if (most := proposal.bound(epsilon)) < delta:  # certainly too much noise
-            return most, proposal.copies
+            return most, copies
         raise not_found(delta, sigma, rough)
 
     return approach(look, _guess(law, norm, epsilon, delta), delta)
