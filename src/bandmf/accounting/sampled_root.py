@@ -48,8 +48,12 @@ def approach(look: Callable[[float], tuple[float, T]], sigma: float, delta: floa
 def solve(curve: Curve, sigma: float, delta: float, samples: int) -> tuple[float, Sums, float]:
     """Sigma, sums and slope where the sampled curve meets delta; with more samples where a few of them decide."""
     for times in _MORE:
+
+        def counted(sigma: float, count: int = times * samples) -> Sums:
+            return curve(sigma, count)
+
         try:
-            return _solve(lambda sigma, count=times * samples: curve(sigma, count), sigma, delta)
+            return _solve(counted, sigma, delta)
         except NotCertifiedError as error:
             failed = error
     raise failed
