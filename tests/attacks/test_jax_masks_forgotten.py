@@ -76,6 +76,24 @@ def test_a_forgotten_mask_is_missed_if_zeros_are_taken_for_an_answer(monkeypatch
     assert totals[-1].any()
 
 
+def compiled(function):
+    """Ahead of time: an object that does not show its function."""
+    program = jax.jit(function).lower(jnp.ones((16, 1), jnp.int32), jnp.ones(16, bool)).compile()
+    return lambda rows, mask: program(rows, mask)
+
+
+class Held:
+    def __init__(self, function):
+        self.functions = {"gradient": function}
+
+    def __call__(self, rows, mask):
+        return self.functions["gradient"](rows, mask)
+
+
+def first_of(functions):
+    return lambda rows, mask: functions[0](rows, mask)
+
+
 def test_every_function_is_tried():
     gradient = jax.jit(clipped_gradient(lambda weights, example: sign(example) * weights[0], clip_norm=1.0))
     weights = jnp.ones(1)
@@ -90,6 +108,11 @@ def test_every_function_is_tried():
     wrong = lambda rows, mask: gradient(weights, rows)  # noqa: E731
     pairs = [(right, wrong), (wrapped(right), wrapped(wrong)), (switched(True), switched(False))]
     pairs += [(jax.jit(right), jax.jit(wrong)), (partial(gradient, weights), wrong)]
+    pairs += [
+        (compiled(right), compiled(wrong)),
+        (Held(right), Held(wrong)),
+        (first_of([right]), first_of([wrong])),
+    ]
     for one, other in pairs:
         first, second = batches([9, 9])
         first.sum(one)
@@ -108,7 +131,128 @@ def test_nothing_is_tried_again_once_it_is_known():
             return gradient(weights, rows, mask=mask)
 
         batch.sum(function)
-    assert calls == [0, 0, 1, 1, 2, 3, 4]
+    assert [calls.count(step) for step in range(5)] == [7, 1, 1, 1, 1]
+
+
+# --- what is zero without any row, for another reason --------------------------------------------------------
+
+
+def no_rows_first(gradient, weights, rows, mask):
+    """A shortcut for batches without examples."""
+    if not mask.any():
+        return jax.tree.map(jnp.zeros_like, gradient(weights, rows, mask=mask))
+    return gradient(weights, rows)
+
+
+def no_rows_compiled(gradient, weights, rows, mask):
+    nothing = jax.tree.map(jnp.zeros_like, gradient(weights, rows, mask=mask))
+    return jax.lax.cond(mask.any(), lambda: gradient(weights, rows), lambda: nothing)
+
+
+def mean_of_all(gradient, weights, rows, mask):
+    return jax.tree.map(lambda leaf: leaf / len(rows) * mask.sum(), gradient(weights, rows).total)
+
+
+def first_part_of_the_mask(gradient, weights, rows, mask):
+    """In microbatches of one's own."""
+    parts = [
+        gradient(weights, rows[begin : begin + 4], mask=mask[:4]).total for begin in range(0, len(rows), 4)
+    ]
+    return jax.tree.map(lambda *leaves: sum(leaves), *parts)
+
+
+def mask_the_other_way(gradient, weights, rows, mask):
+    return gradient(weights, rows, mask=mask[::-1])
+
+
+def as_many_rows_as_count(gradient, weights, rows, mask):
+    """Right for the masks of batches, whose examples come first, and for no others."""
+    return gradient(weights, rows, mask=jnp.arange(len(mask)) < mask.sum())
+
+
+SHORTCUTS = [
+    no_rows_first, no_rows_compiled, mean_of_all, first_part_of_the_mask, mask_the_other_way, as_many_rows_as_count,
+]  # fmt: skip
+VARIED = np.arange(1, EXAMPLES + 1, dtype=np.int32)[:, None] % 5
+
+
+def one_batch(size, data=VARIED, capacity=16):
+    return Batch(0, np.arange(size), Source(data, EXAMPLES, 12, capacity, None))
+
+
+def of_rows(weights, row):
+    return jnp.sin(row[0] + 1.0) * weights.sum()
+
+
+def released(batch, function):
+    batch.check_sum(batch.sum(function))
+
+
+@pytest.mark.parametrize("size", [0, 1, 9, 16])
+@pytest.mark.parametrize("shortcut", SHORTCUTS, ids=lambda function: function.__name__)
+def test_a_mask_that_is_forgotten_but_for_batches_without_examples_is_refused(shortcut, size):
+    gradient = jax.jit(clipped_gradient(of_rows, clip_norm=1.0))
+    with pytest.raises(
+        ValueError, match=f"{FORGOTTEN}|^(step=0: )?sum: what the function gives for two halves"
+    ):
+        released(one_batch(size), partial(shortcut, gradient, jnp.ones(2)))
+
+
+def test_only_rows_masked_here_and_there_show_it(monkeypatch):
+    """The planted fault: none are, or all."""
+    monkeypatch.setattr(trials, "_halves", lambda rows: (np.ones(rows, bool), np.zeros(rows, bool)))
+    gradient = jax.jit(clipped_gradient(of_rows, clip_norm=1.0))
+    batch = one_batch(9)
+    wrong = batch.sum(partial(no_rows_first, gradient, jnp.ones(2))).total
+    assert jnp.linalg.norm(wrong - gradient(jnp.ones(2), VARIED[:9]).total) > 2
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.float32])
+@pytest.mark.parametrize("size", [0, 1, 9, 16, 23])
+def test_a_mask_that_is_passed_on_is_never_refused(size, kind):
+    """Nor where a function is random, or adds up in another order each time."""
+    data, generator = VARIED.astype(kind), np.random.default_rng(1)
+    gradient = jax.jit(clipped_gradient(of_rows, clip_norm=1.0))
+    weights = jnp.ones(2)
+
+    def weighted(rows, mask):
+        scale = jnp.where(mask, jnp.sin(jnp.nan_to_num(rows[:, 0]) + 1), 0)
+        return scale @ jnp.ones((len(rows), 3))
+
+    def random(rows, mask):
+        return gradient(weights * generator.normal(), rows, mask=mask)
+
+    for function in (partial(gradient, weights), weighted, random):
+        released(one_batch(size, data), function)
+
+
+def test_a_function_that_cannot_be_called_again_is_told_why_it_was():
+    gradient = jax.jit(clipped_gradient(of_rows, clip_norm=1.0), donate_argnums=0)
+    with pytest.raises(RuntimeError, match=r"called its function once more, .*do not donate weights"):
+        one_batch(9).sum(partial(gradient, jnp.ones(2)))
+
+    def first(rows, mask):
+        return gradient(jnp.ones(2), rows, mask=mask), rows[np.flatnonzero(mask)[0]]
+
+    with pytest.raises(RuntimeError, match=r"\(IndexError: .*batches without an example"):
+        one_batch(9).sum(first)
+
+
+def test_a_function_that_is_another_every_time_is_remarked_on():
+    source = Source(VARIED, EXAMPLES, 12, 16, None)
+    gradient = jax.jit(clipped_gradient(of_rows, clip_norm=1.0))
+
+    def step(number, name):
+        def function(rows, mask):
+            assert name
+            return gradient(jnp.ones(2), rows, mask=mask)
+
+        Batch(number, np.arange(9), source).sum(function)
+
+    for number in range(19):
+        step(number, f"step {number}")
+    with pytest.warns(UserWarning, match="tried this function with other masks 20 times"):
+        step(20, "step 20")
 
 
 # --- arrays that are the caller's ---------------------------------------------------------------------------

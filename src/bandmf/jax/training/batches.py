@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from bandmf import _check
 from bandmf.jax.training.pieces import added_up
-from bandmf.jax.training.trials import MASK_FORGOTTEN, Trials
+from bandmf.jax.training.trials import Trials
 from bandmf.randomness.stream import Indices
 
 Array = jax.Array
@@ -40,7 +40,9 @@ class Batch:
     def __init__(self, step: int, indices: Indices, source: Source) -> None:
         self.step, self._indices, self._source = step, indices, source
         self._read = False  # piece by piece
-        self._sums: list[tuple[list[Any], frozenset[int]]] = []  # what `sum` gave; where masked rows count
+        self._sums: list[
+            tuple[list[Any], dict[int, str]]
+        ] = []  # what `sum` gave; what of it is none, and why
 
     def __iter__(self) -> Iterator[Rows]:
         """Its pieces, at least one, for functions that `sum` is not for."""
@@ -61,24 +63,20 @@ class Batch:
 
         What single examples gave (return_examples, has_aux) is not added up: it has the rows of all pieces.
         """
-        source, counted = self._source, set[int]()
+        source, wrong = self._source, dict[int, str]()
 
         def results() -> Iterator[Any]:
             for part in self._parts():
                 piece = source.rows(part)
                 result = gradient(piece.data, mask=piece.mask)
-                again = partial(self._still, piece, part)
-                counted.update(source.trials.counted(gradient, source.capacity, again, result))
+                wrong.update(
+                    source.trials.wrong(gradient, source.capacity, partial(source.mixed, part), result)
+                )
                 yield result
 
         result = added_up(results())
-        self._sums.append((jax.tree.leaves(result), frozenset(counted)))
+        self._sums.append((jax.tree.leaves(result), wrong))
         return result
-
-    def _still(self, piece: Rows, part: Indices) -> Rows:
-        """The piece, loaded again if it was donated."""
-        gone = any(leaf.is_deleted() for leaf in jax.tree.leaves(piece))
-        return self._source.rows(part) if gone else piece
 
     def check_sum(self, total: Any) -> None:
         """Refuse a total that is not of this batch, as far as that can be told."""
@@ -92,8 +90,10 @@ class Batch:
             )
         leaves = jax.tree.leaves(total)
         whole = [each for each in sums if all(_is_in(leaf, each[0]) for leaf in leaves)]
-        if any(_is_in(own[place], leaves) for own, counted in whole for place in counted):
-            raise ValueError(f"step={self.step}: {MASK_FORGOTTEN}; nothing was released")
+        for own, wrong in whole:
+            for place, reason in wrong.items():
+                if _is_in(own[place], leaves):
+                    raise ValueError(f"step={self.step}: {reason}; nothing was released")
         if not whole:
             raise ValueError(
                 f"step={self.step}: total is not what batch.sum gave for this batch, and nothing was released; two "
@@ -123,7 +123,7 @@ class Source:
         sharding: NamedSharding | None,
     ) -> None:
         self._load = data if callable(data) else partial(_take, _checked(data, examples))
-        self._sharding, self.trials = sharding, Trials()
+        self._examples, self._sharding, self.trials = examples, sharding, Trials()
         self._share = 1 if sharding is None else _shares(sharding)
         if capacity is None:
             usual = batch_size + _DEVIATIONS * math.sqrt(batch_size) + 1
@@ -139,6 +139,13 @@ class Source:
     def rows(self, indices: Indices) -> Rows:
         """These examples, filled up to `capacity`."""
         return self._placed(self._filled(indices)[None], leading=0)
+
+    def mixed(self, indices: Indices, kept: Any, others: bool) -> Rows:
+        """These examples, then some from all over the data; rows that are not kept have `others` in them or nothing."""
+        anywhere = np.linspace(0, self._examples - 1, self.capacity).astype(np.int64)
+        everywhere = np.concatenate([indices, anywhere])[: self.capacity]
+        rows = self._placed(np.where(kept, everywhere, -1)[None], leading=0)
+        return rows._replace(data=self._placed(everywhere[None], leading=0).data) if others else rows
 
     def many(self, batches: list[Indices]) -> Rows:
         """The same for several batches at once, each a row of the first dimension."""
