@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, prune
 
 from bandmf.torch import check, make_private
 from bandmf.torch.clipping.check.report import Report
-from bandmf.torch.clipping.refusals import Finding
+from bandmf.torch.clipping.refusals import Finding, UnsupportedError
 from one_at_a_time import MODES
 from pages import ROOT
 from training import simple_plan
@@ -341,6 +341,42 @@ def test_a_model_that_falls_back_must_suit_the_hooks():
         private_of(model, "auto")
     model.requires_grad_(False)
     model.out.requires_grad_(True)
+    assert trains(model, "auto")
+
+
+class RelativePositionBias(nn.Module):
+    """Computed once for all examples, as Swin does."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(5, 6))
+        self.register_buffer("index", torch.arange(5))
+
+    def forward(self):
+        return self.table[self.index]
+
+
+class Windows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bias = RelativePositionBias()
+
+    def forward(self, x):
+        return x + self.bias()
+
+
+def test_a_bias_for_all_examples_at_once_is_noted_and_refused_with_a_remedy_that_works():
+    """Once it was said to work as it is, and book-keeping and hooks each named the other as the remedy."""
+    model = Around(Windows())
+    (note,) = check(model).notes
+    assert note.layer == "layer.bias"
+    assert "freeze it" in note.remedy
+    with pytest.raises(
+        UnsupportedError, match=r"freeze that layer; Opacus's hooks do not describe the model either"
+    ):
+        trains(model, "auto")
+    model = Around(Windows())
+    model.layer.bias.requires_grad_(False)
     assert trains(model, "auto")
 
 

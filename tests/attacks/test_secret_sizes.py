@@ -122,5 +122,5 @@ def test_settings_that_count_pieces_by_hand_are_refused(name):
         if not private.loader.rehearsals:
             private.optimizer.param_groups[0][name] = 1.0 / (2 + count)
 
-    with pytest.raises(RuntimeError, match="learning rate changed between two pieces"):
+    with pytest.raises(RuntimeError, match=r"optimizer\.param_groups changed between two pieces"):
         rates_in_pieces(lambda optimizer: None, by_hand)

@@ -44,8 +44,13 @@ def make_clipping(
         return by_hooks(model, parameters, clip_norm, per_layer, mode == "functorch")
 
     def otherwise(reason: Exception) -> Clipping:
+        try:
+            clipping = by_hooks(model, parameters, clip_norm, per_layer, instead=reason)
+        except UnsupportedError as error:
+            text = f"{reason}, or freeze that layer; Opacus's hooks do not describe the model either"
+            raise UnsupportedError(text) from error
         warnings.warn(f"clipping='auto': Opacus's hooks clip this model, since {reason}", stacklevel=2)
-        return by_hooks(model, parameters, clip_norm, per_layer, instead=reason)
+        return clipping
 
     may_change = mode == "auto" and not sharded
     try:

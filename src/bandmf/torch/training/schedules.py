@@ -22,9 +22,9 @@ _COUNTED = (
     "count private.steps_taken, or count only when optimizer.stepped"
 )
 _BY_PIECES = (
-    "the learning rate changed between two pieces of one step: a schedule that counts pieces makes it depend on the "
-    "sizes of batches, which must stay secret; use a scheduler of torch, or count private.steps_taken, or count only "
-    "when optimizer.stepped"
+    "a number in optimizer.param_groups changed between two pieces of one step: a schedule that counts pieces depends "
+    "on the sizes of batches, which must stay secret; use a scheduler of torch, or count private.steps_taken, or count "
+    "only when optimizer.stepped"
 )
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.parametrize import is_parametrized
 
-from bandmf.torch.clipping.check.layers import trains
+from bandmf.torch.clipping.check.layers import is_for_places, trains
 from bandmf.torch.clipping.layers import layers_of
 from bandmf.torch.clipping.recording import Layer
 from bandmf.torch.clipping.refusals import Finding, UnfitError
@@ -73,7 +73,8 @@ def _computed(path: str, module: Any) -> Finding:
 
 def _without_rule(layers: list[Layer]) -> Iterator[Finding]:
     for layer in layers:
-        if layer.rule is None and layer.replacement is None and _has_forward(layer.module):
+        described = layer.rule is not None or layer.replacement is not None
+        if not described and _has_forward(layer.module) and not is_for_places(layer.path, layer.module):
             yield Finding(
                 layer.path,
                 f"is {type(layer.module).__name__}, which has no rule: torch.func gives its gradients, at more cost",
