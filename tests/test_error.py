@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,6 +17,7 @@ from bandmf.error import (
     max_squared_error,
     mean_squared_error,
     per_step_error,
+    per_step_error_by_response,
     per_step_error_by_rows,
 )
 from bandmf.error.band_covariance import BandCovariance
@@ -337,3 +340,26 @@ def test_an_error_that_overflows_is_said_and_not_returned(measure, normalize):
     unstable = BandedToeplitz([1.0, 3.0], 2000, normalize_columns=normalize)  # C^-1 grows like 3^n
     with pytest.raises(ValueError, match=r"overflow|finite|stable"):
         measure(unstable)
+
+
+@given(seed=st.integers(0, 10**6), n=st.integers(1, 70), normalize=st.booleans(), data=st.data())
+def test_all_columns_of_a_response_are_the_papers_streaming_rows(seed, n, normalize, data):
+    """In blocks of columns, the last of them cut off."""
+    bands = data.draw(st.integers(1, n))
+    theta = np.append(1.0, np.random.default_rng(seed).uniform(-0.9, 0.9, bands - 1) / bands)
+    strategy = BandedToeplitz(theta, n, normalize_columns=normalize)
+    workload = workloads.streaming_operator(nesterov(0.9), n).operator
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(error, "_COLUMNS", 16)
+        found = per_step_error_by_response(strategy, workload)
+    assert_allclose(found, per_step_error_by_rows(strategy.inverse(), workload, n), rtol=1e-9)
+
+
+def test_very_many_bands_that_fall_slowly_take_no_minutes():
+    """Once thirteen, row by row; the closed form loses digits here."""
+    start = time.perf_counter()
+    strategy = BandedToeplitz([1.0, *[0.000123456789] * 2_999], 3_000)
+    found = per_step_error(strategy)
+    assert time.perf_counter() - start < 30
+    last = np.cumsum(np.linalg.solve(strategy.materialize(), np.eye(3_000, 40)), axis=0)
+    assert found[39] == pytest.approx(np.sum(last[39] ** 2), rel=1e-9)

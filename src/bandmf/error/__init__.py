@@ -10,16 +10,19 @@ Three exact ways, cheapest first: the closed form of the strategy's family (Toep
 the banded covariance recursion (O(n b^2), where it is well conditioned), the covariance of the joint state of
 C^-1 and A (O(n s^2)).
 `per_step_error_by_rows` is the paper's own streaming algorithm, O(n^2 b): the reference, and the fall-back
-where there is no state space.
+where there is no state space; for Toeplitz matrices with very many bands the same is done in O(n^2).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from scipy import linalg
+from scipy.signal import lfilter
 
 from bandmf import band_columns
 from bandmf._deprecated import once_positional
@@ -29,12 +32,14 @@ from bandmf.error.band_covariance import BandCovariance
 from bandmf.error.closed_form import ClosedForm, closed_form
 from bandmf.participation import Participation, Single
 from bandmf.sensitivities import sensitivity
-from bandmf.strategies import Strategy
+from bandmf.strategies import BandedToeplitz, Strategy
 from bandmf.streaming import StreamingOperator
 from bandmf.workloads import Workload, workload_for
 
 # The joint-state recursion costs s^2 a step; beyond this size streaming whole rows is cheaper.
 _LARGEST_JOINT_STATE = 256
+_MOST_ROWS = 2**14  # for which all of A C^-1 is written out, where C is Toeplitz
+_COLUMNS = 256  # of it at a time
 
 
 @once_positional("workload")
@@ -54,6 +59,11 @@ def _per_step_error(strategy: Strategy, workload: Workload) -> FloatArray:
     closed = closed_form(strategy, workload)
     if closed is not None:
         return closed.per_step()
+    if (
+        isinstance(strategy, BandedToeplitz)
+        and _LARGEST_JOINT_STATE < strategy.bands <= strategy.steps <= _MOST_ROWS
+    ):
+        return per_step_error_by_response(strategy, workload.operator)
     operator = workload.operator @ strategy.inverse()
     by_state = operator.matrices is not None and operator.buffers <= _LARGEST_JOINT_STATE
     # Wide C with a small state (buffered, tree, banded inverse): the state is far cheaper than the band.
@@ -137,6 +147,21 @@ def per_step_error_by_rows(inverse: StreamingOperator, workload: StreamingOperat
     """The paper's Algorithm for any pair of operators: stream the rows of A C^-1. O(n^2 b), for reference."""
     rows = workload.apply(inverse.apply(np.eye(steps)))
     return np.array([float(row @ row) for row in rows])
+
+
+def per_step_error_by_response(strategy: BandedToeplitz, workload: StreamingOperator) -> FloatArray:
+    """Rows of A C^-1 = A D T^-1, some columns at a time: those of T^-1 are one response, D the norms of T's. O(n^2)."""
+    n, plain = strategy.steps, replace(strategy, normalize_columns=False)
+    response = lfilter([1.0], plain.coefficients, np.eye(1, n)[0])
+    norms = plain.column_norms() if strategy.normalize_columns else np.ones(n)
+    errors = np.zeros(n)
+    for start in range(0, n, _COLUMNS):
+        columns = np.zeros((n, min(_COLUMNS, n - start)))
+        columns[start:] = norms[start:, None] * linalg.toeplitz(
+            response[: n - start], np.zeros(columns.shape[1])
+        )
+        errors += [float(row @ row) for row in workload.apply(columns)]
+    return errors
 
 
 def _per_step_error_by_state(operator: StreamingOperator, steps: int) -> FloatArray:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -100,18 +101,25 @@ def _copied(values: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda value: value.detach().clone(), values)
 
 
-def _count(kind: type[LRScheduler], *_: Any, **__: Any) -> LRScheduler:
-    _Made.number += 1
-    return object.__new__(kind)
-
-
 class _Made:
-    """How many schedulers were made since this was imported: whether there may be one that nobody knows yet."""
+    """The schedulers that were made since this was imported; and how many, to know if there may be another one."""
 
     number = 0
+    alive: WeakValueDictionary[int, LRScheduler] = WeakValueDictionary()
+    has_earlier_ones = False
 
 
-setattr(LRScheduler, "__new__", _count)  # noqa: B010  (its type is that of any __new__)
+def _noted(kind: type[LRScheduler], *_: Any, **__: Any) -> LRScheduler:
+    _note(made := object.__new__(kind))
+    return made
+
+
+def _note(scheduler: LRScheduler) -> None:
+    _Made.number += 1
+    _Made.alive[_Made.number] = scheduler
+
+
+setattr(LRScheduler, "__new__", _noted)  # noqa: B010  (its type is that of any __new__)
 
 
 def schedulers_made() -> int:
@@ -121,11 +129,21 @@ def schedulers_made() -> int:
 def schedulers_of(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
     """Those of this optimizer, however it is wrapped (wrappers have the groups of what they wrap).
 
-    Nothing but the garbage collector knows them all. Those inside others are found by themselves.
+    Those inside others are found by themselves.
     """
-    kinds, groups = set(_kinds(LRScheduler)), optimizer.param_groups
-    found = [each for each in gc.get_objects() if type(each) in kinds]
+    if not _Made.has_earlier_ones:
+        _note_earlier_ones()
+    groups, found = optimizer.param_groups, list(_Made.alive.values())
     return [each for each in found if getattr(vars(each).get("optimizer"), "param_groups", None) is groups]
+
+
+def _note_earlier_ones() -> None:
+    """Those that were made before this was imported: nothing but the garbage collector knows them."""
+    kinds, known = set(_kinds(LRScheduler)), {id(each) for each in _Made.alive.values()}
+    for each in gc.get_objects():
+        if type(each) in kinds and id(each) not in known:
+            _note(each)
+    _Made.has_earlier_ones = True
 
 
 def _kinds(kind: type[Any]) -> Iterator[type[Any]]:
