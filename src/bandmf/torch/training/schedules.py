@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -105,7 +105,7 @@ class _Made:
     """The schedulers that were made since this was imported; and how many, to know if there may be another one."""
 
     number = 0
-    alive: WeakValueDictionary[int, LRScheduler] = WeakValueDictionary()
+    alive: ClassVar[WeakValueDictionary[int, LRScheduler]] = WeakValueDictionary()
     has_earlier_ones = False
 
 
