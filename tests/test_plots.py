@@ -277,3 +277,12 @@ def test_what_is_shown_in_notebooks_is_escaped():
     odd = solved(strategies.Identity(4))
     object.__setattr__(odd, "message", "<script>alert(1)</script>")
     assert "<script>" not in odd._repr_html_()
+
+
+@pytest.mark.parametrize(("mechanism", "size"), [("blt", "buffers="), ("banded-inverse", "inverse_bands=")])
+def test_a_plan_names_its_size_by_what_it_is(mechanism, size):
+    """Once a BLT of four buffers had as many bands as steps."""
+    quick = {"epsilon": 8, "delta": 1e-5, "examples": 1_000, "batch_size": 50, "steps": 40}
+    shown = repr(bandmf.plan(**quick, mechanism=mechanism))
+    assert f"mechanism='{mechanism}', {size}" in shown
+    assert ", bands=" not in shown

@@ -365,9 +365,10 @@ class Plan(Setup):
 
     def __repr__(self) -> str:
         data = f"batch_size={self.batch_size:g}, examples={self.examples}"
+        size = {"blt": "buffers", "banded-inverse": "inverse_bands"}.get(self.mechanism, "bands")
         return (
             f"Plan(epsilon={self.epsilon:g}, delta={self.delta:g}, steps={self.steps}, {data},\n"
-            f"     sampling={self.sampling!r}, mechanism={self.mechanism!r}, bands={self.bands}, "
+            f"     sampling={self.sampling!r}, mechanism={self.mechanism!r}, {size}={size_of(self.strategy)}, "
             f"noise_multiplier={self.noise_multiplier:.6g})"
         )
 
