@@ -271,6 +271,31 @@ def test_random_keys_and_numbers_in_the_tree_come_back(tmp_path):
     np.testing.assert_array_equal(*(jax.random.uniform(key, 3) for key in (found["key"], more["key"])))
 
 
+@pytest.mark.parametrize(
+    ("leaf", "name"),
+    [(np.int64(5_000_000_000), "int64"), (np.arange(3, dtype=np.uint64) + 2**40, "ndarray"), (5_000_000_000, "int"),
+     ("epoch 3", "str"), (1e300, "float")],
+)  # fmt: skip
+def test_what_a_checkpoint_would_change_is_refused(leaf, name, tmp_path):
+    """Once whole numbers were cut off to 32 bits without a word."""
+    chosen = tiny.plan()
+    run, training = open_run(chosen, tmp_path / "run"), Training(chosen)
+    with pytest.raises(ValueError, match=rf"tree\[2\]='{name}': is not kept as it is"):
+        run.save((*training.begin(), leaf))
+    run.save((*training.begin(), np.float64(1 / 3), 7))
+
+
+def test_a_second_tree_at_the_same_step_is_refused(tmp_path):
+    """Once it was dropped: a restored run had the weights where the average was saved last."""
+    chosen = tiny.plan()
+    run, training = open_run(chosen, tmp_path / "run"), Training(chosen)
+    weights, state = training.begin()
+    run.save((weights, state))
+    run.save((jax.tree.map(lambda leaf: leaf.copy(), weights), state))
+    with pytest.raises(RuntimeError, match="step=0: was saved already, with another tree"):
+        run.save((jax.tree.map(lambda leaf: leaf + 1, weights), state))
+
+
 def test_a_run_can_go_back_to_its_checkpoint_in_the_same_process(tmp_path):
     plan = tiny.plan(bands=9, batch_size=6)
     run, training = open_run(plan, tmp_path), Training(plan)

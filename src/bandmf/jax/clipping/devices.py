@@ -24,6 +24,11 @@ def own_weights(arguments: tuple[Any, ...], chosen: tuple[int, ...], examples: A
                 "weights", f"cut over the mesh axes {sorted(beyond)}", "a device would clip its own part of a gradient "
                 "by itself", "inside of shard_map, cut examples only; weights can be cut by jit, without shard_map",
             )  # fmt: skip
+        if cut := sorted(name for place in _explicit(leaf) for name in place):
+            raise _check.fail(
+                "weights", f"cut over the explicit mesh axes {cut}", "the compiler must be free to cut gradients",
+                "make the mesh with axis_types=(jax.sharding.AxisType.Auto,) for each axis, or keep the weights whole",
+            )  # fmt: skip
         missing = tuple(sorted(axes - _varying(leaf)))
         return _made_varying(leaf, missing) if missing else leaf
 
@@ -66,9 +71,16 @@ def zeros(like: jax.ShapeDtypeStruct) -> Any:
 
 def shares(leaf: Any) -> int:
     """Into how many shares the rows of an array are cut on an explicit mesh."""
+    dimensions = _explicit(leaf)
+    return (
+        math.prod(jax.typeof(leaf).sharding.mesh.shape[name] for name in dimensions[0]) if dimensions else 1
+    )
+
+
+def _explicit(leaf: Any) -> list[tuple[str, ...]]:
+    """The explicit mesh axes that each dimension of an array is cut over."""
     sharding = getattr(jax.typeof(leaf), "sharding", None)
-    mesh, spec = getattr(sharding, "mesh", None), getattr(sharding, "spec", None)
-    explicit = getattr(mesh, "explicit_axes", ())
-    axes = spec[0] if spec else None
-    names = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
-    return math.prod(mesh.shape[name] for name in names if name in explicit) if mesh is not None else 1
+    explicit = getattr(getattr(sharding, "mesh", None), "explicit_axes", ())
+    spec = getattr(sharding, "spec", None) or ()
+    names = [() if axes is None else (axes,) if isinstance(axes, str) else tuple(axes) for axes in spec]
+    return [tuple(name for name in several if name in explicit) for several in names]

@@ -20,10 +20,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from bandmf import _check
 from bandmf.jax.training.pieces import added_up
-from bandmf.jax.training.trials import Trials
+from bandmf.jax.training.trials import Mixed, Trials, Verdict
 from bandmf.randomness.stream import Indices
 
 Array = jax.Array
+_ROUNDING = 1e-4  # of a clip norm, with room for what a function does after clipping
 _DEVIATIONS = 5  # of the batch size, that the usual piece has room for
 
 
@@ -39,10 +40,8 @@ class Batch:
 
     def __init__(self, step: int, indices: Indices, source: Source) -> None:
         self.step, self._indices, self._source = step, indices, source
-        self._read = False  # piece by piece
-        self._sums: list[
-            tuple[list[Any], dict[int, str]]
-        ] = []  # what `sum` gave; what of it is none, and why
+        self._read = False  # piece by piece, since `sum` was called
+        self._sums: list[tuple[list[Any], Verdict]] = []  # what `sum` gave, and what is known of it
 
     def __iter__(self) -> Iterator[Rows]:
         """Its pieces, at least one, for functions that `sum` is not for."""
@@ -63,48 +62,63 @@ class Batch:
 
         What single examples gave (return_examples, has_aux) is not added up: it has the rows of all pieces.
         """
-        source, wrong = self._source, dict[int, str]()
+        source, verdicts = self._source, list[Verdict]()
 
         def results() -> Iterator[Any]:
             for part in self._parts():
                 piece = source.rows(part)
                 result = gradient(piece.data, mask=piece.mask)
-                wrong.update(
-                    source.trials.wrong(gradient, source.capacity, partial(source.mixed, part), result)
+                verdicts.append(
+                    source.trials.judged(gradient, source.capacity, partial(source.mixed, part), result)
                 )
                 yield result
 
-        result = added_up(results())
-        self._sums.append((jax.tree.leaves(result), wrong))
+        result, self._read = added_up(results()), False
+        self._sums.append((jax.tree.leaves(result), verdicts[-1]))
         return result
 
     def check_sum(self, total: Any) -> None:
         """Refuse a total that is not of this batch, as far as that can be told."""
-        sums = self._sums
         if self._read:
             return
-        if not sums:
+        if not self._sums:
             raise RuntimeError(
                 f"step={self.step}: the batch was not read, so total is not its sum; nothing was released: use "
                 "batch.sum(...) in every step, as examples take part in other steps than was accounted for otherwise"
             )
         leaves = jax.tree.leaves(total)
-        whole = [each for each in sums if all(_is_in(leaf, each[0]) for leaf in leaves)]
-        for own, wrong in whole:
-            for place, reason in wrong.items():
-                if _is_in(own[place], leaves):
-                    raise ValueError(f"step={self.step}: {reason}; nothing was released")
-        if not whole:
-            raise ValueError(
-                f"step={self.step}: total is not what batch.sum gave for this batch, and nothing was released; two "
-                "sums added up have twice the clip norm. Change nothing between batch.sum and run.release, or read the "
-                "batch piece by piece (for rows in batch) if you answer for the sum"
-            )
+        for own, verdict in self._sums:
+            places = [_place_in(leaf, own) for leaf in leaves]
+            if None not in places and leaves:
+                _check_verdict(verdict, places, getattr(total, "clip_norm", None), self.step)
+                return
+        raise ValueError(
+            f"step={self.step}: total is not what batch.sum gave for this batch, and nothing was released; two sums "
+            "added up have twice the clip norm. Change nothing between batch.sum and run.release, or read the batch "
+            "piece by piece (for rows in batch), after that, if you answer for the sum"
+        )
 
 
-def _is_in(leaf: Any, leaves: list[Any]) -> bool:
-    """This very array, and not one that is equal."""
-    return any(leaf is other for other in leaves)
+def _check_verdict(verdict: Verdict, places: list[Any], clip_norm: float | None, step: int) -> None:
+    """Refuse arrays of a result that are no sums, were clipped otherwise, or to which one example adds too much."""
+    for place in places:
+        if place in verdict.wrong:
+            raise ValueError(f"step={step}: {verdict.wrong[place]}; nothing was released")
+    if clip_norm is None:
+        return
+    others = {verdict.clip_norms[place] for place in places} - {None, clip_norm}
+    alone = float(np.sqrt(verdict.alone[:, places].sum(axis=1)).max(initial=0.0))
+    if others or alone > clip_norm * (1 + _ROUNDING):
+        found = f"was clipped to {others.pop()}" if others else f"gets {alone:.4g} from one example alone"
+        raise ValueError(
+            f"step={step}: total {found}, and not clip_norm={clip_norm:g}; nothing was released: clip all parameters "
+            "together, once, and repeat, scale or add up nothing afterwards; with shard_map, cut the rows over devices"
+        )
+
+
+def _place_in(leaf: Any, leaves: list[Any]) -> int | None:
+    """Of this very array, and not one that is equal."""
+    return next((place for place, other in enumerate(leaves) if leaf is other), None)
 
 
 class Source:
@@ -140,12 +154,23 @@ class Source:
         """These examples, filled up to `capacity`."""
         return self._placed(self._filled(indices)[None], leading=0)
 
-    def mixed(self, indices: Indices, kept: Any, others: bool) -> Rows:
-        """These examples, then some from all over the data; rows that are not kept have `others` in them or nothing."""
+    def mixed(self, indices: Indices) -> Mixed:
+        """These examples, then some from all over the data, loaded once, for any choice of rows to keep."""
         anywhere = np.linspace(0, self._examples - 1, self.capacity).astype(np.int64)
         everywhere = np.concatenate([indices, anywhere])[: self.capacity]
-        rows = self._placed(np.where(kept, everywhere, -1)[None], leading=0)
-        return rows._replace(data=self._placed(everywhere[None], leading=0).data) if others else rows
+        data = self._placed(everywhere[None], leading=0).data
+
+        def with_others_or_nothing(kept: Any, others: bool) -> Rows:
+            mask = self._placed_mask(kept, leading=0)
+            # Copies, as a function may take what it is given.
+            return Rows(
+                jax.tree.map(lambda leaf: leaf.copy(), data)
+                if others
+                else _without(data, mask, _pads_with_nan()),
+                mask,
+            )
+
+        return with_others_or_nothing
 
     def many(self, batches: list[Indices]) -> Rows:
         """The same for several batches at once, each a row of the first dimension."""
@@ -164,14 +189,24 @@ class Source:
             data = jax.tree.map(
                 lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), self._loaded(places.reshape(-1))
             )
-            return Rows(jax.tree.map(jnp.asarray, data), jnp.asarray(mask))
-        return self._sharded(places.reshape(shape), mask, leading)
+            data = jax.tree.map(jnp.asarray, data)
+        else:
+            data = self._sharded(places.reshape(shape), self._over(leading))
+        return Rows(data, self._placed_mask(mask, leading))
 
-    def _sharded(self, places: Indices, mask: Any, leading: int) -> Rows:
-        """Each process loads the rows of its own devices, once."""
+    def _placed_mask(self, mask: Any, leading: int) -> Array:
+        if self._sharding is None:
+            return jnp.asarray(mask)
+        return jax.make_array_from_callback(mask.shape, self._over(leading), lambda index: mask[index])
+
+    def _over(self, leading: int) -> NamedSharding:
+        """How rows are cut, behind so many other dimensions."""
         assert self._sharding is not None
         spec = PartitionSpec(*[None] * leading, self._sharding.spec[0] if self._sharding.spec else None)
-        sharding = NamedSharding(self._sharding.mesh, spec)
+        return NamedSharding(self._sharding.mesh, spec)
+
+    def _sharded(self, places: Indices, sharding: NamedSharding) -> Any:
+        """Each process loads the rows of its own devices, once."""
         parts: dict[Any, list[Any]] = {}  # by where they are: the arrays of these rows
         for index in sharding.addressable_devices_indices_map(places.shape).values():
             assert index is not None
@@ -189,33 +224,43 @@ class Source:
 
         arrays = [whole(number, like) for number, like in enumerate(next(iter(parts.values())))]
         data = [_as_kind(bits, leaf) for bits, leaf in zip(arrays, leaves, strict=True)]
-        known = jax.make_array_from_callback(mask.shape, sharding, lambda index: mask[index])
-        return Rows(jax.tree.unflatten(structure, data), known)
+        return jax.tree.unflatten(structure, data)
 
     def _loaded(self, places: Indices) -> Any:
         """The examples at these places; NaN or zeros where there is none."""
         valid = places >= 0
         found = self._load(np.where(valid, places, 0))
         _check_arrays(jax.tree.leaves(found))
-        return jax.tree.map(lambda leaf: _masked(leaf, valid), found)
+        return jax.tree.map(lambda leaf: _masked(leaf, valid, _pads_with_nan()), found)
 
 
 def _take(data: Any, indices: Indices) -> Any:
     return jax.tree.map(lambda leaf: leaf[indices], data)
 
 
-def _masked(leaf: Any, valid: Any) -> Any:
+def _masked(leaf: Any, valid: Any, with_nan: bool) -> Any:
     """The rows that are valid, and others that are none."""
     if len(leaf) != len(valid):
         raise _check.fail("data", len(leaf), f"must give one row for each of {len(valid)} indices")
     if _is_key(leaf):
-        return _as_kind(_masked(_bits(leaf), valid), leaf)
+        return _as_kind(_masked(_bits(leaf), valid, with_nan), leaf)
     wide = valid.reshape(-1, *[1] * (leaf.ndim - 1))
     # So that a row counts nothing even where a mask is forgotten: its gradient is not finite.
-    nothing = np.full((), np.nan if jnp.issubdtype(leaf.dtype, jnp.floating) else 0, leaf.dtype)
+    has_nan = with_nan and jnp.issubdtype(leaf.dtype, jnp.floating)
+    nothing = np.full((), np.nan if has_nan else 0, leaf.dtype)
     if isinstance(leaf, jax.Array):
         return jnp.where(wide, leaf, nothing)
     return np.where(wide, leaf, nothing)
+
+
+@partial(jax.jit, static_argnums=2)
+def _without(data: Any, mask: Array, with_nan: bool) -> Any:
+    return jax.tree.map(lambda leaf: _masked(leaf, mask, with_nan), data)
+
+
+def _pads_with_nan() -> bool:
+    """Not where JAX is told to take NaN for a mistake."""
+    return not jax.config.jax_debug_nans  # type: ignore[attr-defined]
 
 
 def _is_key(leaf: Any) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +44,7 @@ def save(run: Run, tree: Any) -> Path:
     name = run._on_ledger(lambda ledger: f"{ledger.number:010d}")
     target, draft = folder / name, folder / f".writing-{name}"
     if first(target.exists):
+        _check_same(run, tree, name)
         return target  # nothing was released since
     first(lambda: checkpoints.prepare(folder, draft))
     salt = first(sealing.fresh_salt)
@@ -59,7 +61,31 @@ def save(run: Run, tree: Any) -> Path:
     names = first(lambda: _on_disk(draft))
     checkpoints.add_seal(draft, names, run.steps_taken, run.ledger, run._key, run._processes)
     first(lambda: checkpoints.publish(draft, target))
+    run._saved = name, [weakref.ref(leaf) for leaf in _arrays(tree)]
     return target
+
+
+def _check_same(run: Run, tree: Any, name: str) -> None:
+    """Refuse a second checkpoint of the same step, if another tree is in the first and still in memory."""
+    if run._saved is None or run._saved[0] != name:
+        return
+    before, now = [there() for there in run._saved[1]], _arrays(tree)
+    if len(before) != len(now) or any(_differ(*pair) for pair in zip(before, now, strict=True)):
+        raise RuntimeError(
+            f"step={run.steps_taken}: was saved already, with another tree; a step has one checkpoint: put all into "
+            "one tree, such as (weights, average, state)"
+        )
+
+
+def _arrays(tree: Any) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+
+
+def _differ(before: Any, now: Any) -> bool:
+    """Whether these are known to be other numbers."""
+    if before is None or before is now or before.is_deleted() or not now.is_fully_addressable:
+        return False
+    return before.shape != now.shape or not np.array_equal(_data(before, ""), _data(now, ""))
 
 
 def restore(run: Run, tree: Any, check: Callable[[Any], Any]) -> Any:
@@ -115,7 +141,7 @@ def _parts(tree: Any) -> tuple[dict[str, Any], PrivateState]:
         if _is_state(leaf):
             states.append(leaf)
         else:
-            leaves[jax.tree_util.keystr(path)] = _data(leaf)
+            leaves[jax.tree_util.keystr(path)] = _data(leaf, jax.tree_util.keystr(path))
     (state,) = states
     return leaves, state
 
@@ -136,8 +162,29 @@ def _history(state: PrivateState) -> dict[str, Any]:
     return {_PREFIX + name: vectors for name, vectors in state.noise.history.items()}
 
 
-def _data(leaf: Any) -> Any:
-    return jax.random.key_data(leaf) if _is_key(leaf) else jnp.asarray(leaf)
+def _data(leaf: Any, name: str) -> Any:
+    """The array; refused where JAX would make another number of it."""
+    if _is_key(leaf):
+        return jax.random.key_data(leaf)
+    try:
+        found = jnp.asarray(leaf)
+        kept = isinstance(leaf, jax.Array) or _is_near(np.asarray(found), np.asarray(leaf))
+    except (TypeError, OverflowError):
+        kept = False
+    if not kept:
+        raise _check.fail(
+            f"tree{name}", type(leaf).__name__, "is not kept as it is: JAX has numbers of 32 bits, and no texts",
+            "save it elsewhere, or as an array of float32 or int32; or jax.config.update('jax_enable_x64', True)",
+        )  # fmt: skip
+    return found
+
+
+def _is_near(found: Any, given: Any) -> bool:
+    """The same whole numbers, or the same as float32 has them."""
+    exact = found.dtype.kind in "biu"
+    return bool(
+        np.array_equal(found, given) if exact else np.allclose(found, given, rtol=1e-6, equal_nan=True)
+    )
 
 
 def _is_key(leaf: Any) -> bool:

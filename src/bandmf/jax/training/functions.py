@@ -10,30 +10,35 @@ from collections.abc import Iterator, Mapping
 from types import FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 from jax.stages import Compiled
+
+_MOST = 10_000  # things that are looked at
 
 
 def identity(function: Any) -> tuple[tuple[Any, ...], tuple[bool | str, ...]]:
     """The code of a function and of those that it was made with, and the switches among what it was made with."""
-    parts = list(_parts(function, set()))
-    switches = tuple(part for part in parts if isinstance(part, (bool, str)))
-    return tuple(part for part in parts if not isinstance(part, (bool, str))), switches
+    code: list[Any] = []
+    switches: list[bool | str] = []
+    waiting, seen = [function], set[int]()
+    while waiting and len(seen) < _MOST:
+        value = waiting.pop()
+        if isinstance(value, (bool, str, np.bool_)):
+            switches.append(value if isinstance(value, str) else bool(value))
+        if id(value) not in seen:
+            seen.add(id(value))
+            code.extend(_code(value))
+            waiting.extend(_inner(value))
+    return tuple(code), tuple(switches)
 
 
-def _parts(value: Any, seen: set[int]) -> Iterator[Any]:
-    if isinstance(value, (bool, str)):
-        yield value
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    for part in _inner(value):
-        yield from _parts(part, seen)
+def _code(value: Any) -> Iterator[Any]:
     if isinstance(value, FunctionType):
         yield value.__code__
     elif isinstance(value, (Compiled, type)):  # a program is itself: its code cannot be seen
         yield value
-    elif callable(value):
-        yield type(value)
+    elif isinstance(called := getattr(type(value), "__call__", None), FunctionType):  # noqa: B004 (its code is wanted)
+        yield called.__code__
 
 
 def _inner(value: Any) -> Iterator[Any]:

@@ -90,6 +90,7 @@ class Run:
         self._begun: float | None = None  # with this clip norm
         self._batch: Batch | Chunk | None = None  # drawn, and not yet released
         self._passes, self._restored = 0, 0  # how many there were; the one that began with `restore`
+        self._saved: tuple[str, list[Any]] | None = None  # the last checkpoint and the arrays in it
         self._last: Any = None  # the digest of the sum of the last step
         self._secrets, self._noise = Secrets(self._key), Continuity()
         self._examine = jax.jit(examined)
@@ -360,7 +361,7 @@ class Run:
         self._begin(state)
         result = checkpoint.restore(self, tree, self._state_in)
         self._passes, self._batch, self._last = self._passes + 1, None, None
-        self._restored = self._passes
+        self._restored, self._saved = self._passes, None
         self._noise.remember(result)
         return result
 

@@ -1,8 +1,9 @@
-"""Whether a function gives a sum over the rows that are not masked: it is tried with other masks.
+"""Whether a function gives a sum over the rows that are not masked, and how much one example adds to it.
 
-With all rows masked, everything must be zero. With some rows masked, here and there, it must not matter what is in
-them: they are tried with examples there and without. And what the function gives for these rows and for the others must
-add up to what it gives for all. The examples are those of the batch, then others, and nothing of them leaves this file.
+It is tried with other masks. With all rows masked, everything must be zero. With some rows masked, here and there, it
+must not matter what is in them: they are tried with examples there and without. What the function gives for these rows
+and for the others must add up to what it gives for all, or examples depend on each other. And a few examples are tried
+alone. The examples are those of the batch, then others, and nothing of them leaves this file.
 
 This says something of an array only if it is not always zero. So a function is tried at the first batch, and again at
 one that gives an array which was zero before.
@@ -19,61 +20,75 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bandmf.jax.clipping import Clipped
+from bandmf._types import FloatArray
+from bandmf.jax.clipping import Clipped, Examples
 from bandmf.jax.training.functions import identity
 from bandmf.jax.training.pieces import check_sums
 
 Array = jax.Array
+Arrays = dict[int, Any]  # by their place in a result
+Mixed = Callable[[Any, bool], Any]  # data and mask, with these rows kept; in the others, examples or nothing
 MASK_FORGOTTEN = (
     "mask: rows that are masked count in the sum; pass the mask on: "
-    "batch.sum(lambda data, mask: gradient(weights, data, mask=mask)), or batch.sum(partial(gradient, weights))"
+    "batch.sum(lambda data, mask: gradient(weights, data, mask=mask)), or batch.sum(partial(gradient, weights)); and "
+    "add what is no sum over rows, such as weight decay, after run.release"
 )
 NO_SUM = (
-    "sum: what the function gives for two halves of a batch does not add up to what it gives for the whole; return the "
-    "sum of clipped gradients (no mean: the planned batch size divides it later), and pass the mask on"
+    "sum: what the function gives for two halves of a batch does not add up to what it gives for the whole, so "
+    "examples depend on each other; compute nothing from several rows (means, batch norms, negatives), return the sum "
+    "of clipped gradients in float32 (no mean: the planned batch size divides it later), and pass the mask on"
 )
 _ROUNDING = 1e-5  # of the largest number
-_COARSE = 0.05  # the same, where numbers are added up in another order, in any precision
-Mixed = Callable[[Any, bool], Any]  # data and mask, with these rows kept; in the others, examples or nothing
+_ADDED = {True: 1e-4, False: 0.05}  # the same for sums, in float32 or better and in less
+_ALONE = 3  # examples
+_AGAIN = 5  # calls that show whether a function is random
 _OFTEN = 20  # trials of the same code
 
 
-class _Found(NamedTuple):
-    """Places of arrays in a result: those that are no sums, with the reason, and those that were always zero."""
+class Verdict(NamedTuple):
+    """What trials showed of the arrays of a result, by their places."""
 
-    wrong: dict[int, str]
-    open: frozenset[int]  # nothing is known of them yet
+    wrong: dict[int, str]  # no sums, with the reason
+    alone: FloatArray  # the squared norm of each array, for single examples: examples x places
+    clip_norms: tuple[float | None, ...]  # of the Clipped that an array is of
+    open: frozenset[int]  # always zero: nothing is known of them yet
 
 
 class Trials:
     """What functions do with rows that are masked, for each kind of result."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, _Found] = {}
+        self._known: dict[Any, Verdict] = {}
         self._tries: Counter[Any] = Counter()
 
-    def wrong(self, gradient: Callable[..., Any], rows: int, mixed: Mixed, result: Any) -> dict[int, str]:
-        """The places of those arrays of `result` that are no sums over the mask; refused where that is a Clipped."""
+    def judged(
+        self, gradient: Callable[..., Any], rows: int, mixed: Callable[[], Mixed], result: Any
+    ) -> Verdict:
+        """The verdict on what `gradient` gives; it is refused where a Clipped is no sum over the mask."""
         leaves, structure = jax.tree.flatten(result)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-            return {}
+            return Verdict({}, np.zeros((0, len(leaves))), _clip_norms(result), frozenset())
         code, switches = identity(gradient)
         kind = code, switches, structure, tuple(map(np.shape, leaves))
-        found = self._known.get(kind)
-        if found is None:
+        known = self._known.get(kind)
+        if known is None:
             check_sums(result, rows)
-        elif not found.open:
-            return found.wrong
-        here = _places(leaves)
-        if found is not None and not found.open & here:
-            return found.wrong
-        found = found or _Found({}, _numbers(leaves))
-        wrong, shown = _tried(gradient, rows, mixed)
-        for place in _of_clipped(result) & wrong.keys():
-            raise ValueError(wrong[place])
-        self._known[kind] = _Found(found.wrong | wrong, found.open - shown - here - wrong.keys())
+        elif not known.open:
+            return known
+        here = _nonzero(dict(enumerate(leaves)))
+        if known is not None and not known.open & here:
+            return known
+        verdict = _tried(gradient, rows, mixed(), result)
+        if known is not None:
+            open_still = known.open & verdict.open
+            alone = np.concatenate([known.alone, verdict.alone])
+            verdict = verdict._replace(wrong=known.wrong | verdict.wrong, alone=alone, open=open_still)
+        for place, reason in verdict.wrong.items():
+            if verdict.clip_norms[place] is not None:
+                raise ValueError(reason)
+        self._known[kind] = verdict._replace(open=verdict.open - here)
         self._remark(code)
-        return self._known[kind].wrong
+        return verdict
 
     def _remark(self, code: Any) -> None:
         self._tries[code] += 1
@@ -85,24 +100,41 @@ class Trials:
             )
 
 
-def _tried(gradient: Callable[..., Any], rows: int, mixed: Mixed) -> tuple[dict[int, str], frozenset[int]]:
-    """The places that are no sum over the rows of the mask, with the reason; and those that show it."""
+def _tried(gradient: Callable[..., Any], rows: int, mixed: Mixed, result: Any) -> Verdict:
+    """Call the function with other masks; two results are held at a time, no more, as they may be large."""
+    clip_norms, by_row = _clip_norms(result), _of_examples(result)
+    places = [place for place in range(len(clip_norms)) if place not in by_row]
 
-    def found(kept: Any, others: bool = True) -> list[Any]:
-        return _called(gradient, *mixed(kept, others))
+    def found(kept: Any, others: bool = True) -> Arrays:
+        leaves = _called(gradient, *mixed(kept, others))
+        return {place: leaves[place] for place in places if place < len(leaves)}
 
     some, rest = _halves(rows)
-    without_rows = _places(found(some & rest))
-    first = found(some)
-    forgotten = _unlike(first, found(some, others=False))
-    second = found(rest)
-    forgotten |= _unlike(second, found(rest, others=False))
+    counted = _nonzero(found(some & rest))
+    suspects = _unlike(found(some), found(some, others=False)) | _unlike(
+        found(rest), found(rest, others=False)
+    )
+    added = _added(found(some), found(rest))
     whole = found(some | rest)
-    no_sums = _unlike(_added(first, second), whole, _COARSE)
-    # A function that gives something else each time shows nothing.
-    random = _unlike(first, found(some)) if forgotten | no_sums else frozenset()
-    forgotten = forgotten - random | without_rows
-    return dict.fromkeys(no_sums - random, NO_SUM) | dict.fromkeys(forgotten, MASK_FORGOTTEN), _places(whole)
+    no_sums = _not_added(added, whole)
+    shown = _nonzero(whole)
+    del added, whole
+    if suspects | no_sums:
+        random = _random(found, some)
+        suspects, no_sums = suspects - random, no_sums - random
+    alone = [_squares(found(np.arange(rows) == row), len(clip_norms)) for row in _spread(rows)]
+    wrong = dict.fromkeys(no_sums | by_row, NO_SUM) | dict.fromkeys(suspects | counted, MASK_FORGOTTEN)
+    return Verdict(
+        wrong, np.reshape(alone, (-1, len(clip_norms))), clip_norms, frozenset(places) - shown - wrong.keys()
+    )
+
+
+def _random(found: Callable[[Any], Arrays], kept: Any) -> frozenset[int]:
+    """The places of what is not the same each time, of which the trials show nothing."""
+    first, places = found(kept), frozenset[int]()
+    for _ in range(_AGAIN):
+        places |= _unlike(first, found(kept))
+    return places
 
 
 def _called(gradient: Callable[..., Any], data: Any, mask: Array) -> list[Any]:
@@ -116,65 +148,131 @@ def _called(gradient: Callable[..., Any], data: Any, mask: Array) -> list[Any]:
         ) from error
 
 
-def _of_clipped(result: Any) -> frozenset[int]:
-    """The places of arrays that are of a Clipped."""
-    nodes = jax.tree.leaves(result, is_leaf=lambda node: isinstance(node, Clipped))
-    owners = [isinstance(node, Clipped) for node in nodes for _ in jax.tree.leaves(node)]
-    return frozenset(place for place, owner in enumerate(owners) if owner)
-
-
 def _halves(rows: int) -> tuple[Any, Any]:
     """Rows to keep, without a pattern, so that a wrong part of a mask is another mask; and all others."""
     kept = np.random.default_rng(rows).permutation(rows) < rows / 2
     return kept, ~kept
 
 
+def _spread(rows: int) -> list[int]:
+    """A few rows, the first and the last among them."""
+    return sorted({round(place) for place in np.linspace(0, rows - 1, _ALONE)})
+
+
+# --- results ------------------------------------------------------------------------------------------------
+
+
+def _clip_norms(result: Any) -> tuple[float | None, ...]:
+    nodes = jax.tree.leaves(result, is_leaf=lambda node: isinstance(node, Clipped))
+    return tuple(getattr(node, "clip_norm", None) for node in nodes for _ in jax.tree.leaves(node))
+
+
+def _of_examples(result: Any) -> frozenset[int]:
+    """The places of what has an entry for each row."""
+    nodes = jax.tree.leaves(result, is_leaf=lambda node: isinstance(node, Examples))
+    owners = [isinstance(node, Examples) for node in nodes for _ in jax.tree.leaves(node)]
+    return frozenset(place for place, owner in enumerate(owners) if owner)
+
+
 # --- arrays -------------------------------------------------------------------------------------------------
 
 
-def _places(leaves: list[Any]) -> frozenset[int]:
-    """Of the arrays that are not all zero."""
-    places = sorted(_numbers(leaves))
-    return _where(places, _nonzero([leaves[place] for place in places]))
+def _nonzero(arrays: Arrays) -> frozenset[int]:
+    """The places of arrays that are not all zero."""
+    return _where(arrays, _are_nonzero(_numbers(arrays)))
 
 
-def _unlike(leaves: list[Any], others: list[Any], tolerance: float = _ROUNDING) -> frozenset[int]:
+def _unlike(arrays: Arrays, others: Arrays) -> frozenset[int]:
     """The places of arrays that are not the same in both, but for rounding."""
-    places = sorted(_numbers(leaves) & _numbers(others))
-    pairs = [leaves[place] for place in places], [others[place] for place in places]
-    return _where(places, _unlike_flags(*pairs, tolerance))
+    some, rest = _alike(arrays, others)
+    return _where(some, _are_unlike(some, rest, dict.fromkeys(some, _ROUNDING)))
 
 
-def _added(leaves: list[Any], others: list[Any]) -> list[Any]:
-    return [one if _is_key(one) else one + other for one, other in zip(leaves, others, strict=True)]
-
-
-def _where(places: list[int], flags: Array) -> frozenset[int]:
-    return frozenset(place for place, flag in zip(places, np.asarray(flags), strict=True) if flag)
-
-
-@jax.jit
-def _nonzero(leaves: list[Array]) -> Array:
-    return jnp.array([jnp.any(leaf != 0) for leaf in leaves], bool)
+def _added(arrays: Arrays, others: Arrays) -> Arrays:
+    """Their sums, and the sizes that these are to be judged by; both are emptied as it goes."""
+    sums = {}
+    for place in list(arrays):
+        one, other = arrays.pop(place), others.pop(place, None)
+        if np.shape(one) == np.shape(other) and place in _numbers({place: one}):
+            sums[place] = _sum_and_size(one, other)
+    return sums
 
 
 @jax.jit
-def _unlike_flags(leaves: list[Array], others: list[Array], tolerance: float) -> Array:
-    return jnp.array([_unlike_arrays(*pair, tolerance) for pair in zip(leaves, others, strict=True)], bool)
+def _sum_and_size(one: Array, other: Array) -> tuple[Array, Array]:
+    return one + other, jnp.maximum(_largest(one), _largest(other))
 
 
-def _unlike_arrays(one: Array, other: Array, tolerance: float) -> Array:
+def _not_added(sums: Arrays, whole: Arrays) -> frozenset[int]:
+    """The places where the sums of halves are not the whole."""
+    totals, arrays = _alike({place: total for place, (total, _) in sums.items()}, whole)
+    tolerances = {place: _ADDED[_is_exact(totals[place])] for place in totals}
+    sizes = {place: sums[place][1] for place in totals}
+    return _where(totals, _are_unlike(totals, arrays, tolerances, sizes))
+
+
+def _squares(arrays: Arrays, places: int) -> FloatArray:
+    """The squared norm of each array, by place."""
+    found = np.zeros(places)
+    for place, norm in _norms(_numbers(arrays)).items():
+        found[place] = float(norm) ** 2
+    return found
+
+
+@jax.jit
+def _norms(arrays: Arrays) -> Arrays:
+    def norm(array: Array) -> Array:
+        wide = jnp.abs(array).astype(jnp.float32)
+        largest = jnp.maximum(jnp.max(wide), 1e-30)
+        return largest * jnp.sqrt(jnp.sum(jnp.square(wide / largest)))
+
+    return jax.tree.map(norm, arrays)
+
+
+@jax.jit
+def _are_nonzero(arrays: Arrays) -> Arrays:
+    return jax.tree.map(lambda array: jnp.any(array != 0), arrays)
+
+
+@jax.jit
+def _are_unlike(arrays: Arrays, others: Arrays, tolerances: Arrays, sizes: Arrays | None = None) -> Arrays:
+    if sizes is None:
+        sizes = jax.tree.map(lambda *pair: jnp.maximum(*map(_largest, pair)), arrays, others)
+    return jax.tree.map(_is_unlike, arrays, others, tolerances, sizes)
+
+
+def _is_unlike(one: Array, other: Array, tolerance: Array, size: Array) -> Array:
     one, other = (jnp.asarray(array, jnp.result_type(array, jnp.float32)) for array in (one, other))
     finite = jnp.isfinite(one) & jnp.isfinite(other)
-    sizes = [jnp.where(finite, jnp.abs(array), 0) for array in (one, other)]
-    far = jnp.abs(one - other) > tolerance * jnp.maximum(*map(jnp.max, sizes))
     alike = (one == other) | (jnp.isnan(one) & jnp.isnan(other))
-    return jnp.any(jnp.where(finite, far, ~alike))
+    return jnp.any(jnp.where(finite, jnp.abs(one - other) > tolerance * size, ~alike))
 
 
-def _numbers(leaves: list[Any]) -> frozenset[int]:
-    """The places of arrays that can be other than zero."""
-    return frozenset(place for place, leaf in enumerate(leaves) if jnp.size(leaf) and not _is_key(leaf))
+def _largest(array: Array) -> Array:
+    """Of what is finite."""
+    sizes = jnp.abs(jnp.asarray(array, jnp.result_type(array, jnp.float32)))
+    return jnp.max(jnp.where(jnp.isfinite(sizes), sizes, 0))
+
+
+def _where(arrays: Arrays, flags: Arrays) -> frozenset[int]:
+    return frozenset(place for place in arrays if place in flags and bool(flags[place]))
+
+
+def _alike(arrays: Arrays, others: Arrays) -> tuple[Arrays, Arrays]:
+    """Those of both that are numbers and have the same shape."""
+    others = _numbers(others)
+    some = {k: v for k, v in _numbers(arrays).items() if k in others and np.shape(v) == np.shape(others[k])}
+    return some, {place: others[place] for place in some}
+
+
+def _numbers(arrays: Arrays) -> Arrays:
+    """Those that can be other than zero."""
+    return {place: array for place, array in arrays.items() if jnp.size(array) and not _is_key(array)}
+
+
+def _is_exact(array: Any) -> bool:
+    kind = jnp.result_type(array)
+    return not jnp.issubdtype(kind, jnp.inexact) or jnp.finfo(kind).bits >= jnp.finfo(jnp.float32).bits
 
 
 def _is_key(leaf: Any) -> bool:

@@ -1,0 +1,208 @@
+"""What one example adds to the sum of a batch in JAX, where the function given to batch.sum does more than clip."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from bandmf.jax import Clipped, clipped_gradient
+from bandmf.jax.training import batches, trials
+from bandmf.jax.training.batches import Batch, Source
+
+ROWS, FEATURES = 128, 5
+DATA = np.random.default_rng(3).normal(size=(ROWS, FEATURES)).astype(np.float32)
+WEIGHTS = {"a": jnp.ones((FEATURES, 3)), "b": jnp.full((FEATURES, 2), 0.5)}
+
+
+def loss(weights, row):
+    return jnp.sum(jnp.tanh(row @ weights["a"])) + 3 * jnp.sum(jnp.sin(row @ weights["b"]))
+
+
+def half(name):
+    return lambda part, row: loss(WEIGHTS | {name: part[name]}, row)
+
+
+GRADIENT = jax.jit(clipped_gradient(loss, clip_norm=1.0))
+OTHER = jax.jit(clipped_gradient(lambda weights, row: loss(weights, -row), clip_norm=1.0))
+HALVES = {name: jax.jit(clipped_gradient(half(name), clip_norm=1.0)) for name in WEIGHTS}
+
+
+def a_batch(capacity=ROWS):
+    return Batch(0, np.arange(capacity - 7), Source(DATA, ROWS, ROWS, capacity, None))
+
+
+def released(function, clip_norm=1.0):
+    batch = a_batch()
+    found = batch.sum(partial(function, WEIGHTS))
+    batch.check_sum(found if isinstance(found, Clipped) else Clipped(found, clip_norm))
+
+
+# --- examples that depend on each other ----------------------------------------------------------------------
+
+
+def normalized(weights, rows, mask, root_mean_square=False):
+    """A batch norm by hand, whose mask is right."""
+    rows, kept = jnp.where(mask[:, None], rows, 0), mask[:, None]
+    mean = 0 if root_mean_square else rows.sum(0) / jnp.maximum(mask.sum(), 1)
+    spread = jnp.sqrt((jnp.square(rows - mean) * kept).sum(0) / jnp.maximum(mask.sum(), 1) + 1e-6)
+    return GRADIENT(weights, (rows - mean) / spread, mask=mask)
+
+
+def scaled_by_the_largest(weights, rows, mask):
+    rows = jnp.where(mask[:, None], rows, 0)
+    return GRADIENT(weights, rows / jnp.maximum(jnp.abs(rows).max(), 1e-6), mask=mask)
+
+
+@pytest.mark.parametrize(
+    "function", [normalized, partial(normalized, root_mean_square=True), scaled_by_the_largest]
+)
+def test_statistics_of_a_batch_are_refused(function):
+    """One example moved the sum of 512 by 110 clip norms."""
+    with pytest.raises(ValueError, match=r"^sum: .*examples depend on each other"):
+        a_batch().sum(partial(function, WEIGHTS))
+
+
+def test_statistics_of_a_batch_pass_where_sums_are_compared_coarsely(monkeypatch):
+    """The planted fault: halves of a batch have much the same statistics."""
+    monkeypatch.setattr(trials, "_ADDED", {True: 10.0, False: 10.0})
+    one, other = a_batch(), DATA.copy()
+    other[0] *= 1000
+    total = one.sum(partial(normalized, WEIGHTS)).total
+    changed = normalized(WEIGHTS, jnp.asarray(other[: ROWS - 7]), jnp.ones(ROWS - 7, bool)).total
+    assert jnp.linalg.norm(total["a"] - changed["a"]) > 5
+
+
+# --- how much one example adds ---------------------------------------------------------------------------------
+
+
+def four_times(weights, rows, mask):
+    """An augmentation: each copy is clipped by itself."""
+    return GRADIENT(weights, jnp.repeat(rows, 4, axis=0), mask=jnp.repeat(mask, 4))
+
+
+def two_losses(weights, rows, mask):
+    return jax.tree.map(jnp.add, GRADIENT(weights, rows, mask=mask), OTHER(weights, -rows, mask=mask))
+
+
+def scaled(weights, rows, mask):
+    return jax.tree.map(lambda leaf: 5 * leaf, GRADIENT(weights, rows, mask=mask))
+
+
+def clipped_apart(weights, rows, mask):
+    parts = {name: HALVES[name]({name: weights[name]}, rows, mask=mask) for name in weights}
+    return Clipped({name: part.total[name] for name, part in parts.items()}, 1.0)
+
+
+def not_clipped(weights, rows, mask):
+    def total(weights):
+        losses = jax.vmap(partial(loss, weights))(jnp.where(mask[:, None], rows, 0))
+        return jnp.sum(jnp.where(mask, 10 * losses, 0))
+
+    return jax.grad(total)(weights)
+
+
+@pytest.mark.parametrize("function", [four_times, two_losses, scaled, clipped_apart, not_clipped])
+def test_one_example_that_adds_more_than_the_clip_norm_is_refused(function):
+    with pytest.raises(
+        ValueError, match=r"^step=0: total gets .* from one example alone, and not clip_norm=1"
+    ):
+        released(function)
+
+
+def test_one_example_that_adds_more_passes_where_none_is_tried_alone(monkeypatch):
+    """The planted fault."""
+    monkeypatch.setattr(trials, "_spread", lambda rows: [])
+    released(two_losses)
+
+
+def test_a_sum_does_not_change_its_clip_norm():
+    batch = a_batch()
+    wide = jax.jit(clipped_gradient(loss, clip_norm=10.0))
+    total = batch.sum(partial(wide, WEIGHTS)).total
+    with pytest.raises(ValueError, match=r"total was clipped to 10\.0, and not clip_norm=1;"):
+        batch.check_sum(Clipped(total, 1.0))
+
+
+def test_a_sum_that_stands_for_two_parameters_counts_twice():
+    batch = a_batch()
+    total = batch.sum(partial(HALVES["b"], {"b": WEIGHTS["b"]})).total["b"]
+    batch.check_sum(Clipped({"tied": total}, 1.0))
+    with pytest.raises(ValueError, match="from one example alone"):
+        batch.check_sum(Clipped({"tied": total, "again": total}, 1.0))
+
+
+@pytest.mark.parametrize("function", [GRADIENT, lambda *given, mask: GRADIENT(*given, mask=mask).total])
+@pytest.mark.parametrize("capacity", [1, 2, 3, ROWS])
+def test_right_sums_are_released(function, capacity):
+    batch = Batch(0, np.arange(1), Source(DATA, ROWS, ROWS, capacity, None))
+    found = batch.sum(partial(function, WEIGHTS))
+    batch.check_sum(found if isinstance(found, Clipped) else Clipped(found, 1.0))
+    assert batches._ROUNDING < 1e-3
+
+
+# --- loaders and results that are less regular -----------------------------------------------------------------
+
+
+def test_a_loader_that_augments_at_random_is_not_refused():
+    """Once one in three was, where it changes few rows."""
+    dice = np.random.default_rng(1)
+
+    def load(indices):
+        return np.where(dice.random((len(indices), 1)) < 0.05, -DATA[indices], DATA[indices])
+
+    for _ in range(5):
+        source = Source(load, ROWS, ROWS, 16, None)
+        Batch(0, np.arange(9), source).sum(partial(GRADIENT, WEIGHTS))
+
+
+def test_rows_are_loaded_twice_at_the_first_batch_and_once_later():
+    calls = []
+
+    def load(indices):
+        calls.append(len(indices))
+        return DATA[indices]
+
+    source = Source(load, ROWS, ROWS, 16, None)
+    for step in range(3):
+        Batch(step, np.arange(9), source).sum(partial(GRADIENT, WEIGHTS))
+    assert calls == [16] * 4
+
+
+def test_results_whose_shapes_follow_the_mask_are_added_up_where_they_can_be():
+    examples = jax.jit(clipped_gradient(loss, clip_norm=1.0, return_examples=True))
+
+    def compact(rows, mask):
+        return examples(WEIGHTS, rows[np.flatnonzero(mask)])
+
+    batch = a_batch(16)
+    total, seen = batch.sum(compact)
+    batch.check_sum(total)
+    assert seen.values.shape == (9,)
+
+
+def test_a_sum_that_was_changed_is_refused_though_its_pieces_were_looked_at():
+    batch = a_batch()
+    assert sum(int(rows.mask.sum()) for rows in batch) == ROWS - 7
+    total = batch.sum(partial(GRADIENT, WEIGHTS))
+    batch.check_sum(total)
+    with pytest.raises(ValueError, match=r"total is not what batch\.sum gave"):
+        batch.check_sum(jax.tree.map(lambda leaf: 5 * leaf, total))
+
+
+def test_weights_that_are_cut_over_an_explicit_mesh_are_refused_in_a_sentence():
+    mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    weights = jax.device_put(WEIGHTS, NamedSharding(mesh, PartitionSpec(None, "model")))
+    with pytest.raises(ValueError, match=r"cut over the explicit mesh axes \['model'\]"):
+        GRADIENT(weights, DATA)
+
+
+def test_padding_is_no_nan_where_jax_is_told_to_stop_at_them():
+    with jax.debug_nans(True):
+        batch = a_batch(16)
+        batch.check_sum(batch.sum(partial(GRADIENT, WEIGHTS)))
+        assert not any(jnp.isnan(rows.data).any() for rows in batch)
