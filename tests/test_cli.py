@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import bandmf
 from bandmf.cli import app, noise_cases, show
+from sweeps import in_turn
 
 runner = CliRunner()
 BUDGET = ["--epsilon", "8", "--delta", "1e-6", "--examples", "6000", "--batch-size", "60", "--steps", "200"]
@@ -184,8 +185,7 @@ def test_bench_noise_measures_every_case_at_every_number_of_bands(monkeypatch):
     assert all(row["ratio"] == row["bands"] and row["peak_vectors"] == 5 for row in rows)
 
 
-@pytest.mark.parametrize("bands", [1, 24])  # without history, and with
-@pytest.mark.parametrize("case", noise_cases.CASES)
+@pytest.mark.parametrize(("bands", "case"), in_turn([1, 24], list(noise_cases.CASES)))
 def test_every_case_of_the_benchmark_adds_noise_at_every_step(case, bands):
     step = noise_cases.CASES[case][0](bands, 64, "cpu")
     found = [np.zeros(64), *(np.asarray(step()).astype(float) for _ in range(3))]

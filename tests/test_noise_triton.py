@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from children import HERE, environment
-from triton_kernels import CASES, CHECKS, PLANTED, XLA_CASES
+from triton_kernels import CASES, CHECKS, PLANTED, SLOW, XLA_CASES
 
 
 def interpret(*arguments: str, timeout: float = 300) -> str:
@@ -32,7 +32,7 @@ def output():
     return interpret()
 
 
-@pytest.mark.parametrize("claim", [*CASES, *XLA_CASES, *CHECKS])
+@pytest.mark.parametrize("claim", [name for name in (*CASES, *XLA_CASES, *CHECKS) if name not in SLOW])
 def test_kernels_equal_the_oracle(output, claim):
     assert f"{claim} holds" in output.splitlines()
 
