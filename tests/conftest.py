@@ -16,7 +16,7 @@ if "BANDMF_TESTS_SHARE" not in os.environ:
     os.environ["BANDMF_TESTS_SHARE"] = _shared.name
     os.environ["BANDMF_CACHE"] = os.path.join(_shared.name, "answers")
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(_shared.name, "compiled"))
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     # Dozens of tests start Python again: it must not compile all of bandmf each time.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 

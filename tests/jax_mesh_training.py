@@ -70,7 +70,12 @@ class Training:
         self.gradient = jax.jit(clipped_gradient(loss, clip_norm=CLIP, microbatch=microbatch))
         self.optimizer = optax.chain(privatize(plan, clip_norm=CLIP, mesh=mesh), optax.adam(0.05))
         self.update, self.rows = jax.jit(self._update, donate_argnums=(1, 2)), rows
+        self.begin(weights)
+
+    def begin(self, weights):
+        """From these weights, with what was compiled before."""
         self.weights, self.state = weights, self.optimizer.init(weights)
+        return self
 
     def _update(self, total, weights, state, secret):
         updates, state = self.optimizer.update(total, state, weights, secret=secret)
@@ -210,7 +215,7 @@ def two(folder, rank, port):
     training = Training(plan, placed(mesh, SPECS), rows=rows).train(run, until=4)
     run.save((training.weights, training.state))
     run.close()
-    again, run = Training(plan, placed(mesh, SPECS), rows=rows), open_run(plan, folder / "two")
+    again, run = training.begin(placed(mesh, SPECS)), open_run(plan, folder / "two")
     again.weights, again.state = run.restore((again.weights, again.state))
     assert run.steps_taken == 4
     again.train(run)

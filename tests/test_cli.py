@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import bandmf
+from bandmf import cli
 from bandmf.cli import app, noise_cases, show
 from sweeps import in_turn
 
@@ -237,9 +238,25 @@ def test_train_compares_the_mechanisms(tmp_path, epochs):
         (["optimize", "--steps", "64", "--load", "nowhere.npz"], "nowhere.npz"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_status_2(arguments, message):
-    command = [sys.executable, "-c", "from bandmf.cli import main; main()", *arguments]
+def test_bad_input_is_one_line_and_exit_status_2(arguments, message, capsys):
+    assert cli.run(arguments) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert len(said.strip().splitlines()) == 1
+
+
+def test_the_status_of_bad_input_is_that_of_the_process():
+    command = [
+        sys.executable,
+        "-c",
+        "from bandmf.cli import main; main()",
+        "optimize",
+        "--steps",
+        "9",
+        "--bands",
+        "0",
+    ]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2
-    assert message in result.stderr
+    assert result.stderr.startswith("bandmf: bands=0")
     assert len(result.stderr.strip().splitlines()) == 1

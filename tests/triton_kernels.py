@@ -266,7 +266,7 @@ CHECKS = {
 
 
 # Slow ones, whose parts the others have: left to the sweep.
-SLOW = ("toeplitz", "banded inverse, kept", "look-ahead in XLA")
+SLOW = ("toeplitz", "banded inverse", "banded inverse, kept", "tree", "look-ahead in XLA")
 
 
 # As CASES, for the kernels that XLA launches; its look-ahead has no inner level.
