@@ -23,6 +23,25 @@ if "BANDMF_TESTS_SHARE" not in os.environ:
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Minutes in few tests. Begun first: no worker shall be left alone with one of them when all others are done.
+FIRST = (
+    *(
+        "test_examples",
+        "test_notebooks",
+        "test_jax_mesh",
+        "test_noise_triton",
+        "test_torch_ranks",
+        "test_web",
+    ),
+    *(
+        "test_docs_pages",
+        "test_readme",
+        "test_jax_restart",
+        "test_forks",
+        "test_torch_restart",
+        "test_jax_docs",
+    ),
+)
 REFERENCE = Path(__file__).parent / "reference" / "values.json"
 
 settings.register_profile(
@@ -33,6 +52,11 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("bandmf")
+
+
+def pytest_collection_modifyitems(items):
+    """Works with --no-loadscope-reorder: else files with few tests come last."""
+    items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST))
 
 
 @pytest.fixture(scope="session")

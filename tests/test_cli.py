@@ -258,5 +258,5 @@ def test_the_status_of_bad_input_is_that_of_the_process():
     ]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2
-    assert result.stderr.startswith("bandmf: bands=0")
+    assert result.stderr.startswith("bandmf: --bands=0")
     assert len(result.stderr.strip().splitlines()) == 1
