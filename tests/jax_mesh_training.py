@@ -237,5 +237,5 @@ def own_sums_are_refused(plan, rank):
 
 
 if __name__ == "__main__":
-    kind, place, *more = sys.argv[1:]
-    {"one": one, "more": more, "two": two}[kind](Path(place), *map(int, more))
+    kind, place, *numbers = sys.argv[1:]
+    {"one": one, "more": more, "two": two}[kind](Path(place), *map(int, numbers))
