@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PIP = .venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # One process a core; more threads in each would only get in each other's way.
-PYTEST = OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile
+PYTEST = OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # Built when bandmf is installed, and again when they change.
 NATIVE = $(wildcard src/bandmf/native/*.[ch])
 

@@ -9,15 +9,39 @@ from pathlib import Path
 
 # Before NumPy is imported: threads inside a hundred thousand products of tiny matrices only cost time.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# What XLA compiles once serves all tests, in whichever process. The first process makes the folder for the others.
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    _compiled = tempfile.TemporaryDirectory(prefix="bandmf-compiled-")
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+# What XLA compiles once serves all tests, in whichever process, and so do the answers of the accountant, which are
+# not looked for in the user's cache. The first process makes the folders for the others.
+if "BANDMF_TESTS_SHARE" not in os.environ:
+    _shared = tempfile.TemporaryDirectory(prefix="bandmf-tests-")
+    os.environ["BANDMF_TESTS_SHARE"] = _shared.name
+    os.environ["BANDMF_CACHE"] = os.path.join(_shared.name, "answers")
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(_shared.name, "compiled"))
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    # Dozens of tests start Python again: it must not compile all of bandmf each time.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Minutes in few tests. Begun first: no worker shall be left alone with one of them when all others are done.
+FIRST = (
+    *(
+        "test_examples",
+        "test_notebooks",
+        "test_jax_mesh",
+        "test_noise_triton",
+        "test_torch_ranks",
+        "test_web",
+    ),
+    *(
+        "test_docs_pages",
+        "test_readme",
+        "test_jax_restart",
+        "test_forks",
+        "test_torch_restart",
+        "test_jax_docs",
+    ),
+)
 REFERENCE = Path(__file__).parent / "reference" / "values.json"
 
 settings.register_profile(
@@ -30,12 +54,9 @@ settings.register_profile(
 settings.load_profile("bandmf")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _own_cache(tmp_path_factory):
-    """Answers of the accountant are remembered for these tests only, not found in the user's cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BANDMF_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
+def pytest_collection_modifyitems(items):
+    """Works with --no-loadscope-reorder: else files with few tests come last."""
+    items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST))
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """What tests/test_jax_mesh.py runs: private training over a mesh, in one process with eight virtual devices or in two.
 
 python jax_mesh_training.py one FOLDER                   eight devices
+python jax_mesh_training.py more FOLDER                  again, in further layouts
 python jax_mesh_training.py two FOLDER RANK PORT         one of two processes with four devices each
 """
 
@@ -69,7 +70,12 @@ class Training:
         self.gradient = jax.jit(clipped_gradient(loss, clip_norm=CLIP, microbatch=microbatch))
         self.optimizer = optax.chain(privatize(plan, clip_norm=CLIP, mesh=mesh), optax.adam(0.05))
         self.update, self.rows = jax.jit(self._update, donate_argnums=(1, 2)), rows
+        self.begin(weights)
+
+    def begin(self, weights):
+        """From these weights, with what was compiled before."""
         self.weights, self.state = weights, self.optimizer.init(weights)
+        return self
 
     def _update(self, total, weights, state, secret):
         updates, state = self.optimizer.update(total, state, weights, secret=secret)
@@ -146,9 +152,6 @@ def one(folder):
     compare("sharded, in microbatches,", both.train(open_run(plan)).weights, expected)
     shard = both.history["in"].addressable_shards[0].data
     assert shard.size * 2 == both.history["in"].size  # sharded like the weights, over two
-    flat = Training(plan, placed(mesh, SPECS), mesh=mesh, rows=rows)
-    restart(folder, plan, mesh, rows, expected)
-    compare("flat over all devices", flat.train(open_run(plan)).weights, expected)
     at_once = Training(plan, placed(mesh, SPECS), rows=rows)
     run = open_run(plan)
     for chunk in run.chunks(data(), steps=5, sharding=rows):
@@ -159,21 +162,32 @@ def one(folder):
     an_eighth_each(mesh)
 
 
-def restart(folder, plan, mesh, rows, expected):
-    """A run of eight devices goes on, on one device and lying flat over eight."""
-    for name, make in {
-        "one device": lambda: Training(
-            plan, {name: jnp.asarray(leaf) for name, leaf in first_weights().items()}
-        ),
-        "eight devices, flat": lambda: Training(plan, placed(mesh, SPECS), mesh=mesh, rows=rows),
-    }.items():
-        run, start = open_run(plan, folder / name), make() if "flat" in name else None
-        first = (start or Training(plan, placed(mesh, SPECS), rows=rows)).train(run, until=5)
-        run.save((first.weights, first.state))
-        run.close()
-        training, run = make(), open_run(plan, folder / name)
-        training.weights, training.state = run.restore((training.weights, training.state))
-        compare(f"restart on {name}", training.train(run).weights, expected)
+def more(folder):
+    """With the history flat over all devices, and restarts on one device and on eight."""
+    plan, expected = the_plan(), np.load(folder / "expected.npy")
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+    rows = NamedSharding(mesh, P("data"))
+
+    def sharded(flat):
+        return Training(plan, placed(mesh, SPECS), mesh=mesh if flat else None, rows=rows)
+
+    def alone():
+        return Training(plan, {name: jnp.asarray(leaf) for name, leaf in first_weights().items()})
+
+    compare("flat over all devices", sharded(True).train(open_run(plan)).weights, expected)
+    restart("one device", partial(sharded, False), alone, folder, plan, expected)
+    restart("eight devices, flat", partial(sharded, True), partial(sharded, True), folder, plan, expected)
+
+
+def restart(name, begins, ends, folder, plan, expected):
+    """A run that begins in one layout goes on in another."""
+    run, first = open_run(plan, folder / name), begins()
+    first.train(run, until=5)
+    run.save((first.weights, first.state))
+    run.close()
+    training, run = ends(), open_run(plan, folder / name)
+    training.weights, training.state = run.restore((training.weights, training.state))
+    compare(f"restart on {name}", training.train(run).weights, expected)
 
 
 def an_eighth_each(mesh):
@@ -201,7 +215,7 @@ def two(folder, rank, port):
     training = Training(plan, placed(mesh, SPECS), rows=rows).train(run, until=4)
     run.save((training.weights, training.state))
     run.close()
-    again, run = Training(plan, placed(mesh, SPECS), rows=rows), open_run(plan, folder / "two")
+    again, run = training.begin(placed(mesh, SPECS)), open_run(plan, folder / "two")
     again.weights, again.state = run.restore((again.weights, again.state))
     assert run.steps_taken == 4
     again.train(run)
@@ -223,5 +237,5 @@ def own_sums_are_refused(plan, rank):
 
 
 if __name__ == "__main__":
-    kind, place, *more = sys.argv[1:]
-    {"one": one, "two": two}[kind](Path(place), *map(int, more))
+    kind, place, *numbers = sys.argv[1:]
+    {"one": one, "more": more, "two": two}[kind](Path(place), *map(int, numbers))

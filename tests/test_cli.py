@@ -10,7 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 import bandmf
+from bandmf import cli
 from bandmf.cli import app, noise_cases, show
+from sweeps import in_turn
 
 runner = CliRunner()
 BUDGET = ["--epsilon", "8", "--delta", "1e-6", "--examples", "6000", "--batch-size", "60", "--steps", "200"]
@@ -184,8 +186,7 @@ def test_bench_noise_measures_every_case_at_every_number_of_bands(monkeypatch):
     assert all(row["ratio"] == row["bands"] and row["peak_vectors"] == 5 for row in rows)
 
 
-@pytest.mark.parametrize("bands", [1, 24])  # without history, and with
-@pytest.mark.parametrize("case", noise_cases.CASES)
+@pytest.mark.parametrize(("bands", "case"), in_turn([1, 24], list(noise_cases.CASES)))
 def test_every_case_of_the_benchmark_adds_noise_at_every_step(case, bands):
     step = noise_cases.CASES[case][0](bands, 64, "cpu")
     found = [np.zeros(64), *(np.asarray(step()).astype(float) for _ in range(3))]
@@ -237,9 +238,25 @@ def test_train_compares_the_mechanisms(tmp_path, epochs):
         (["optimize", "--steps", "64", "--load", "nowhere.npz"], "nowhere.npz"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_status_2(arguments, message):
-    command = [sys.executable, "-c", "from bandmf.cli import main; main()", *arguments]
+def test_bad_input_is_one_line_and_exit_status_2(arguments, message, capsys):
+    assert cli.run(arguments) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert len(said.strip().splitlines()) == 1
+
+
+def test_the_status_of_bad_input_is_that_of_the_process():
+    command = [
+        sys.executable,
+        "-c",
+        "from bandmf.cli import main; main()",
+        "optimize",
+        "--steps",
+        "9",
+        "--bands",
+        "0",
+    ]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2
-    assert message in result.stderr
+    assert result.stderr.startswith("bandmf: --bands=0")
     assert len(result.stderr.strip().splitlines()) == 1

@@ -18,15 +18,15 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
         ("classifier.py", ["--epochs", "2"], "47 steps, balls-in-bins, "),
         ("lora.py", ["--public-steps", "20", "--epochs", "0.3"], "% before, "),
         ("language_model.py", ["--epochs", "0.3", "--width", "32"], "bits per character"),
-        ("lightning_digits.py", ["--epochs", "1"], "23 steps, epsilon=8.00: held-out accuracy"),
+        ("lightning_digits.py", ["--epochs", "0.5"], "12 steps, epsilon=8.00: held-out accuracy"),
         (
             "accelerate_digits.py",
-            ["--epochs", "1"],
-            "23 steps on 1 process, learning rate 0.025, epsilon=8.00",
+            ["--epochs", "0.5"],
+            "12 steps on 1 process, learning rate 0.025, epsilon=8.00",
         ),
-        ("jax_logistic.py", ["--epochs", "4"], "48 steps, balls-in-bins, epsilon=4.00"),
+        ("jax_logistic.py", ["--epochs", "1"], "12 steps, balls-in-bins, epsilon=4.00"),
         ("jax_transformer.py", ["--epochs", "0.3", "--width", "16"], "bits per character"),
-        ("jax_sharded.py", ["--epochs", "0.5"], "steps on 8 devices, each holds 50% of the history"),
+        ("jax_sharded.py", ["--epochs", "0.25"], "steps on 8 devices, each holds 50% of the history"),
     ],
 )
 def test_example_runs(name, arguments, says):

@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 from bandmf.jax import Clipped, clipped_gradient, clipping
+from sweeps import in_turn
 
 CLIP = 0.7
 
@@ -76,8 +77,7 @@ def test_no_rows_that_count_sum_to_zero():
     assert jax.tree.structure(total) == jax.tree.structure(weights)
 
 
-@pytest.mark.parametrize("poison", [np.nan, np.inf, 3e38])
-@pytest.mark.parametrize("microbatch", [None, 4])
+@pytest.mark.parametrize(("poison", "microbatch"), in_turn([np.nan, np.inf, 3e38], [None, 4]))
 def test_an_example_without_a_finite_gradient_counts_nothing_and_spoils_nothing(poison, microbatch):
     weights, (x, y) = problem()
     keep = np.arange(9) != 4
@@ -105,8 +105,7 @@ def hard_examples(size):
     yield "decades", 10.0 ** dice.uniform(-18, 0, size)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("clip_norm", [1.0, 1e-3, 1e-20])
+@pytest.mark.parametrize(("dtype", "clip_norm"), in_turn(["float32", "bfloat16"], [1.0, 1e-3, 1e-20]))
 def test_one_example_contributes_at_most_the_clip_norm(dtype, clip_norm):
     size = 100_003
     gradient = jax.jit(clipped_gradient(spread_loss, clip_norm=clip_norm))

@@ -11,10 +11,10 @@ import pytest
 from children import HERE, environment
 
 CLAIMS = [
-    "data-parallel", "sharded, in microbatches,", "no collective", "flat over all devices", "steps taken at once",
-    "an eighth each", "restart on one device", "restart on eight devices, flat", "two processes, restarted,",
-    "sums of its own are refused",
+    "data-parallel", "sharded, in microbatches,", "no collective", "steps taken at once", "an eighth each",
+    "two processes, restarted,", "sums of its own are refused",
 ]  # fmt: skip
+FURTHER = ["flat over all devices", "restart on one device", "restart on eight devices, flat"]
 SCRIPT = HERE / "jax_mesh_training.py"
 
 
@@ -24,14 +24,22 @@ def flags(devices):
 
 
 @pytest.fixture(scope="module")
-def output(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("mesh")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("mesh")
+
+
+@pytest.fixture(scope="module")
+def output(folder):
+    return one_process("one", folder) + two_processes(folder)
+
+
+def one_process(kind, folder):
     env = environment(JAX_PLATFORMS="cpu", XLA_FLAGS=flags(8))
     done = subprocess.run(
-        [sys.executable, SCRIPT, "one", folder], env=env, capture_output=True, text=True, timeout=400
+        [sys.executable, SCRIPT, kind, folder], env=env, capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    return done.stdout + two_processes(folder)
+    return done.stdout
 
 
 def two_processes(folder):
@@ -55,3 +63,9 @@ def two_processes(folder):
 @pytest.mark.parametrize("claim", CLAIMS)
 def test_training_over_a_mesh(output, claim):
     assert f"{claim} holds" in output
+
+
+@pytest.mark.long
+def test_training_over_a_mesh_in_further_layouts(output, folder):
+    found = one_process("more", folder)
+    assert [line.removesuffix(" holds") for line in found.splitlines()] == FURTHER

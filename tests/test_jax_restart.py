@@ -21,6 +21,7 @@ from bandmf.jax.privatize import private_states
 from bandmf.ledger import checkpoints, seal
 from children import HERE, environment
 from jax_training import STEPS, Training, data, flat, open_run
+from sweeps import in_turn
 from training import same_run
 
 
@@ -39,8 +40,7 @@ def saved(folder, until=6, **more):
     return plan, training, weights, state
 
 
-@pytest.mark.parametrize("until", [1, 5, 6, 11])
-@pytest.mark.parametrize("bands", [4, 9])
+@pytest.mark.parametrize(("until", "bands"), in_turn([1, 5, 6, 11], [4, 9]))
 def test_a_run_goes_on_where_its_checkpoint_was(tmp_path, until, bands):
     more = {"bands": bands, "batch_size": 6}
     with same_run():
@@ -58,8 +58,8 @@ def test_a_run_goes_on_where_its_checkpoint_was(tmp_path, until, bands):
     assert again.ledger.replays == 0
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(10, marks=pytest.mark.long)])
-def test_a_run_killed_ten_times_is_the_run_that_was_not(kills, tmp_path):
+@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.long)])
+def test_a_run_killed_many_times_is_the_run_that_was_not(kills, tmp_path):
     done = subprocess.run(
         [sys.executable, HERE / "jax_killed_training.py", tmp_path, str(kills)],
         # Nearly all of the time is compilation, so let LLVM try less hard.
@@ -67,7 +67,7 @@ def test_a_run_killed_ten_times_is_the_run_that_was_not(kills, tmp_path):
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert sum(json.loads(done.stdout).values()) >= kills - 2
+    assert sum(json.loads(done.stdout).values()) >= min(kills, 8)
     clean, killed = (np.load(tmp_path / kind / "final.npy") for kind in ("clean", "killed"))
     np.testing.assert_array_equal(clean, killed)
 

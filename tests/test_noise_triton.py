@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from children import HERE, environment
-from triton_kernels import CASES, CHECKS, PLANTED, XLA_CASES
+from triton_kernels import CASES, CHECKS, PLANTED, SLOW, XLA_CASES
 
 
 def interpret(*arguments: str, timeout: float = 300) -> str:
@@ -32,7 +32,7 @@ def output():
     return interpret()
 
 
-@pytest.mark.parametrize("claim", [*CASES, *XLA_CASES, *CHECKS])
+@pytest.mark.parametrize("claim", [name for name in (*CASES, *XLA_CASES, *CHECKS) if name not in SLOW])
 def test_kernels_equal_the_oracle(output, claim):
     assert f"{claim} holds" in output.splitlines()
 
@@ -56,17 +56,14 @@ def test_the_kernels_can_be_imported_without_a_gpu():
     assert done.stdout.strip() == "imported", done.stderr
 
 
-def test_the_package_imports_without_triton():
-    done = run("import sys; sys.modules['triton'] = None; import bandmf.torch; print('imported')")
-    assert done.stdout.strip() == "imported", done.stderr
-
-
-def test_a_requested_triton_that_is_missing_fails():
+def test_the_package_imports_without_triton_and_fails_where_it_is_requested():
     done = run(
         "import sys; sys.modules['triton'] = None\n"
         "import torch; from bandmf.torch import Engine; from bandmf.strategies import Identity\n"
+        "print('imported')\n"
         "engine = Engine(Identity(2), kernels='triton'); state = engine.init({'w': (3,)})\n"
         "engine.add(state, {'w': torch.zeros(3)}, 1.0)"
     )
+    assert done.stdout.strip() == "imported", done.stderr
     assert done.returncode != 0
     assert "triton" in done.stderr.splitlines()[-1]

@@ -18,6 +18,7 @@ from bandmf.optimize.certificate import optimality_gap
 from bandmf.optimize.objectives import parse
 from bandmf.strategies import Banded, BandedToeplitz
 from oracles import banded_matrix, certificate, errors, lags, nuclear_norm_bound, random_columns, slope
+from sweeps import in_turn
 from test_optimize_toeplitz import square_root
 
 # Example A.1 of the paper: the optimal three-banded C for nine steps, every digit that is printed.
@@ -101,9 +102,9 @@ WORKLOADS = {
 }
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
-@pytest.mark.parametrize("bands", [1, 3, 24])
-@pytest.mark.parametrize("objective", ["mean", "weighted"])
+@pytest.mark.parametrize(
+    ("name", "bands", "objective"), in_turn(list(WORKLOADS), [1, 3, 24], ["mean", "weighted"])
+)
 def test_it_converges_to_the_optimum_of_the_explicit_convex_problem(name, bands, objective):
     objective = np.geomspace(1, 9, 24) if objective == "weighted" else objective
     implicit = banded(24, bands, workload=WORKLOADS[name], objective=objective)

@@ -17,6 +17,7 @@ from bandmf.torch.clipping.check.report import Report
 from bandmf.torch.clipping.refusals import Finding, UnsupportedError
 from one_at_a_time import MODES
 from pages import ROOT
+from sweeps import in_turn
 from training import simple_plan
 
 PLAN = simple_plan(examples=32, batch_size=8, steps=1, bands=1)
@@ -231,8 +232,7 @@ def test_what_no_way_of_clipping_describes_is_a_problem_and_refused_in_the_same_
     assert_one_problem(make(), mode, layer, remedy)
 
 
-@pytest.mark.parametrize("mode", EVERY_MODE)
-@pytest.mark.parametrize("name", ONLY_BY)
+@pytest.mark.parametrize(("mode", "name"), in_turn(list(EVERY_MODE), list(ONLY_BY)))
 def test_what_some_ways_describe_is_a_problem_with_the_others_alone(name, mode):
     make, layer, remedy, refused_by = ONLY_BY[name]
     if mode in refused_by:
@@ -251,8 +251,7 @@ def test_what_some_ways_describe_is_a_problem_with_the_others_alone(name, mode):
         assert trains(make(), mode)
 
 
-@pytest.mark.parametrize("mode", EVERY_MODE)
-@pytest.mark.parametrize("name", FIT)
+@pytest.mark.parametrize(("mode", "name"), in_turn(list(EVERY_MODE), list(FIT)))
 def test_what_has_no_problem_trains(name, mode):
     report = check(FIT[name](), clipping=mode)
     assert report.ok, report

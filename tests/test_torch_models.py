@@ -8,6 +8,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from bandmf.torch import make_private
+from sweeps import in_turn
 from training import simple_plan, weights
 
 CLIP = 0.5
@@ -88,9 +89,12 @@ class TextsWithPositions(Texts):
         return {**super().__getitem__(index), "position_ids": torch.arange(12)}
 
 
-@pytest.mark.parametrize("clipping", ["hooks", "bookkeeping"])
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("make_model", [gpt2, llama, llama_with_lora])
+MODELS = [gpt2, llama, llama_with_lora]
+
+
+@pytest.mark.parametrize(
+    ("make_model", "tied", "clipping"), in_turn(MODELS, [True, False], ["bookkeeping", "hooks"])
+)
 def test_transformers_are_clipped_as_one_example_at_a_time(make_model, tied, clipping):
     model = make_model(tied)
     data = Texts(10) if clipping == "bookkeeping" else TextsWithPositions(10)

@@ -20,6 +20,7 @@ from bandmf.torch import Engine, make_private
 from bandmf.torch.training import sums as sums_of_gradients
 from bandmf.torch.training.make_private import make_clipping
 from bandmf.torch.training.sums import Sums, fingerprint
+from sweeps import in_turn
 from training import RUN_ID, same_run, simple_plan, small_data, small_model, train, weights
 
 KEY = Key(bytes(range(32)))
@@ -192,8 +193,7 @@ def test_an_empty_batch_still_takes_the_noisy_step():
     )
 
 
-@pytest.mark.parametrize("clipping", ["hooks", "bookkeeping"])
-@pytest.mark.parametrize("physical", [1, 3, 7])
+@pytest.mark.parametrize(("clipping", "physical"), in_turn(["hooks", "bookkeeping"], [1, 3, 7]))
 def test_results_do_not_depend_on_the_physical_batch_size(clipping, physical):
     plan = simple_plan(batch_size=8, steps=12)
     whole = train(private_run(plan, clipping=clipping))

@@ -33,15 +33,16 @@ def kinds(folder):
     }
 
 
-def test_a_run_killed_twenty_times_is_the_run_that_was_not(tmp_path):
+@pytest.mark.parametrize("times", [7, pytest.param(20, marks=pytest.mark.long)])
+def test_a_run_killed_many_times_is_the_run_that_was_not(times, tmp_path):
     result = subprocess.run(
-        [sys.executable, HERE / "killed_training.py", tmp_path, "20"],
+        [sys.executable, HERE / "killed_training.py", tmp_path, str(times)],
         capture_output=True, text=True, timeout=200, check=True,
         env=environment(),
     )  # fmt: skip
     kills = json.loads(result.stdout)
-    assert sum(kills.values()) == 20
-    assert min(kills.values()) >= 2  # in every kind of place
+    assert sum(kills.values()) == times
+    assert min(kills.values()) >= times // 7  # in every kind of place
     clean, killed = tmp_path / "clean", tmp_path / "killed"
     assert torch.equal(torch.load(clean / "final.pt"), torch.load(killed / "final.pt"))
     (clean_kinds, clean_steps), (killed_kinds, killed_steps) = kinds(clean), kinds(killed)

@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.optim import lr_scheduler
 
 from bandmf.torch import make_private
+from sweeps import in_turn
 from training import simple_plan, small_data
 
 STEPS = 12
@@ -82,8 +83,9 @@ def used_by(private, after):
     return used
 
 
-@pytest.mark.parametrize("place", ["before", "after, raw", "after, private"])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    ("place", "name"), in_turn(["before", "after, raw", "after, private"], list(SCHEDULES))
+)
 def test_schedules_are_those_of_an_ordinary_loop(name, place):
     model = nn.Linear(8, 3)
     optimizer = optimizer_of(model)

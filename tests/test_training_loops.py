@@ -28,6 +28,7 @@ from private_loops import (
     vectors,
     with_one_replaced,
 )
+from sweeps import in_turn
 from training import weights
 
 
@@ -76,21 +77,20 @@ def by_closure(private, batch):
     assert private.optimizer.step(closure) > 0
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("physical", [None, 3])
-@pytest.mark.parametrize(
-    ("loop", "options"),
-    [
-        (plain, {}),
-        (summed, {"loss_reduction": "sum"}),
-        (by_losses, {}),
-        (by_losses, {"loss_reduction": "sum"}),
-        (by_criterion, {"criterion": nn.CrossEntropyLoss()}),
-        (by_criterion, {"criterion": nn.CrossEntropyLoss(), "loss_reduction": "sum"}),
-        (by_closure, {}),
-    ],
-)
-def test_every_way_to_the_loss_gives_the_same_sum(mode, physical, loop, options):
+WAYS = [
+    (plain, {}),
+    (summed, {"loss_reduction": "sum"}),
+    (by_losses, {}),
+    (by_losses, {"loss_reduction": "sum"}),
+    (by_criterion, {"criterion": nn.CrossEntropyLoss()}),
+    (by_criterion, {"criterion": nn.CrossEntropyLoss(), "loss_reduction": "sum"}),
+    (by_closure, {}),
+]
+
+
+@pytest.mark.parametrize(("way", "physical", "mode"), in_turn(WAYS, [None, 3], MODES))
+def test_every_way_to_the_loss_gives_the_same_sum(way, physical, mode):
+    loop, options = way
     same(small_net(), loop, mode=mode, physical_batch_size=physical, **options)
 
 
@@ -380,9 +380,9 @@ class WithAttention(nn.Module):
         return self.out(self.block(self.first(x)[:, None])[:, 0])
 
 
-@pytest.mark.parametrize("kind", ["deepcopy", "averaged"])
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("mode", ["bookkeeping", "hooks"])
+@pytest.mark.parametrize(
+    ("kind", "when", "mode"), in_turn(["deepcopy", "averaged"], ["before", "after"], ["bookkeeping", "hooks"])
+)
 def test_a_moving_average_works_and_is_not_recorded(kind, when, mode):
     make = WithAttention if mode == "bookkeeping" else small_net
     expected = trained_weights(private_of(make(), vectors(), steps=3, clipping=mode))

@@ -17,7 +17,7 @@ import independent
 from bandmf import optimize, workloads
 from bandmf.participation import FixedEpochs, MinSeparation, Single
 from bandmf.strategies import Banded, BandedToeplitz, Dense, banded_inverse_square_root
-from sweeps import some_long
+from sweeps import in_turn, some_long
 
 N = 10
 WORKLOADS = {
@@ -52,6 +52,8 @@ def ordinary(case):
     """Every family and every workload, each with one objective or two."""
     name, size, workload, objective = case
     prefix, decay = [("prefix", "mean"), ("prefix", "max")], ("decay", "mean")
+    if name in TOEPLITZ and objective != "mean":
+        return size == 3 and workload == "prefix"
     return name in TOEPLITZ or (size < 3 and (workload, objective) in (*prefix, decay))
 
 
@@ -83,7 +85,7 @@ EPOCHS = {"fixed": FixedEpochs(2), "separated": MinSeparation(3, 3), "close": Mi
     ("name", "size"),
     some_long(
         [("banded inverse", 2), ("banded inverse", 3), ("lti", 1), ("blt", 1), ("blt", 2)],
-        lambda case: case != ("blt", 2),
+        lambda case: case in (("banded inverse", 2), ("lti", 1), ("blt", 1)),
     ),
 )
 def test_with_several_participations_too(name, size, participation):
@@ -96,10 +98,9 @@ def test_with_several_participations_too(name, size, participation):
         assert solution.rmse <= best * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("epochs", some_long([1, 2, 5, 10], lambda epochs: epochs in (1, 5)))
-@pytest.mark.parametrize("objective", ["mean", "max", "last"])
 @pytest.mark.parametrize(
-    "workload", some_long(["prefix", "momentum", "schedule"], lambda name: name != "momentum")
+    ("epochs", "objective", "workload"),
+    in_turn([1, 5, 2, 10], ["mean", "max", "last"], ["prefix", "schedule", "momentum"]),
 )
 def test_no_strategy_at_all_is_below_the_certificate_of_dense(workload, objective, epochs):
     """Planted competitors: the solution disturbed, each column of any norm, under the true sensitivity."""
@@ -125,8 +126,9 @@ def test_no_strategy_at_all_is_below_the_certificate_of_dense(workload, objectiv
 PARTICIPATIONS = [None, FixedEpochs(4), MinSeparation(8, 8), MinSeparation(16, 4), MinSeparation(3, 20)]
 
 
-@pytest.mark.parametrize("participation", PARTICIPATIONS)
-@pytest.mark.parametrize("workload", [None, workloads.momentum(64, 0.9)])
+@pytest.mark.parametrize(
+    ("participation", "workload"), in_turn(list(PARTICIPATIONS), [None, workloads.momentum(64, 0.9)])
+)
 def test_a_banded_inverse_is_never_worse_than_its_start_nor_than_fewer_bands(participation, workload):
     """Once 27.95 was returned, as converged, where the start had 14.99."""
     measured = {"workload": workload, "participation": participation}

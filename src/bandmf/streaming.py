@@ -310,3 +310,31 @@ def _join(first: _Sums, then: _Sums) -> _Sums:
     squares = first.squares + P.T @ then.squares @ P
     running = first.running + then.terms * first.squares + P.T @ then.running @ P
     return _Sums(first.terms + then.terms, P @ then.power, squares, running)
+
+
+# --- time-invariant ones on a whole sequence at once ----------------------------------------------------
+# scipy.signal is imported at the first call: that takes as long as to import NumPy and all of bandmf, and most
+# processes, such as those that train by a plan, call none of these.
+
+
+def lfilter(b: Any, a: Any, x: Any) -> Any:
+    """x, filtered by b / a."""
+    from scipy import signal
+
+    return signal.lfilter(b, a, x)
+
+
+def fftconvolve(first: Any, second: Any) -> FloatArray:
+    """The convolution of two sequences by one transform of all of both."""
+    from scipy import signal
+
+    found: FloatArray = signal.fftconvolve(first, second)
+    return found
+
+
+def oaconvolve(first: Any, second: Any) -> FloatArray:
+    """The convolution of a long sequence and a short one, in blocks."""
+    from scipy import signal
+
+    found: FloatArray = signal.oaconvolve(first, second)
+    return found

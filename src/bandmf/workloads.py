@@ -16,11 +16,10 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from scipy.signal import lfilter
 
 from bandmf import _check, band_columns, streaming
 from bandmf._types import FloatArray
-from bandmf.streaming import StreamingOperator
+from bandmf.streaming import StreamingOperator, lfilter
 
 
 @dataclass(frozen=True, eq=False)

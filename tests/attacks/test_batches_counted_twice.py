@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from one_at_a_time import MODES
 from private_loops import plain, private_of, small_net, vectors
+from sweeps import in_turn
 
 
 def rehearsed(private):
@@ -32,8 +33,7 @@ def test_two_passes_at_once_are_refused(mode):
         next(first)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("place", ["ledger", "sums"])
+@pytest.mark.parametrize(("mode", "place"), in_turn(list(MODES), ["ledger", "sums"]))
 def test_a_step_that_failed_is_not_added_again(mode, place, monkeypatch):
     honest = private_of(small_net(), vectors(), clipping=mode, learning_rate=0.0)
     for batch in honest.loader:

@@ -13,6 +13,7 @@ from bandmf.torch.clipping import make_clipping, norms, protocol
 from bandmf.torch.clipping.norms import rounding
 from one_at_a_time import MODES, empty_sums, flat, trained
 from private_loops import CLIP, Rows, outcome, plain, small_net, vectors, with_one_replaced
+from sweeps import in_turn
 
 ALLOWED = CLIP * (1 + 1e-6)
 
@@ -273,8 +274,7 @@ def moved_by_replacement(model, mode, loop=plain, data=None, **options):
     return float((totals[0].total - totals[1].total).norm()), None
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("leak", LEAKS)
+@pytest.mark.parametrize(("mode", "leak"), in_turn(list(MODES), list(LEAKS)))
 def test_weights_used_outside_their_layer_are_refused_by_name(leak, mode):
     kind, sentence = LEAKS[leak]
     refused = outcome(model_of(kind), vectors(), mode).refused
@@ -338,8 +338,7 @@ def weighted_loss(private, batch):
 LOOPS = [second_backward, larger_gradients, clipped_again, weighted_loss]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("mode", "loop"), in_turn(list(MODES), list(LOOPS)))
 def test_no_loop_lets_one_example_move_the_sum_by_more_than_its_share(loop, mode):
     moved, refused = moved_by_replacement(small_net(), mode, loop)
     assert refused or moved <= 2 * ALLOWED
@@ -347,8 +346,7 @@ def test_no_loop_lets_one_example_move_the_sum_by_more_than_its_share(loop, mode
         assert (loop, mode) in [(second_backward, "hooks"), (second_backward, "functorch")]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("loop", [larger_gradients, clipped_again])
+@pytest.mark.parametrize(("mode", "loop"), in_turn(list(MODES), [larger_gradients, clipped_again]))
 def test_changes_of_the_gradients_before_the_step_have_no_effect(loop, mode):
     expected, found = (outcome(small_net(), vectors(), mode, each).total for each in (plain, loop))
     assert torch.equal(expected, found)

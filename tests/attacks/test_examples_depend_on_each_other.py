@@ -13,6 +13,7 @@ from bandmf.randomness.key import Key
 from bandmf.torch.training.generators import Generators
 from one_at_a_time import MODES
 from private_loops import Rows, outcome, plain, private_of, small_net, vectors, with_one_replaced
+from sweeps import in_turn
 
 
 def assert_refused(model, sentence, mode, loop=plain, data=None, **options):
@@ -362,8 +363,7 @@ class OverTheBatch(nn.Module):
         return self.net(x - x.mean(0))
 
 
-@pytest.mark.parametrize("mode", ["bookkeeping", "hooks", "functorch"])
-@pytest.mark.parametrize("spoiled", [0, 3, None])
+@pytest.mark.parametrize(("mode", "spoiled"), in_turn(["bookkeeping", "hooks", "functorch"], [0, 3, None]))
 def test_examples_that_depend_on_each_other_are_found_beside_one_that_is_not_finite(mode, spoiled):
     """A NaN among the rehearsed examples must not make the comparison pass."""
     data = vectors()
@@ -405,8 +405,7 @@ class Functional(nn.Module):
         return functional.dropout(x, 0.1, self.training)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("drop", [nn.Dropout(0.1), Functional()])
+@pytest.mark.parametrize(("mode", "drop"), in_turn(list(MODES), [nn.Dropout(0.1), Functional()]))
 def test_dropout_does_not_hide_statistics_of_the_batch(mode, drop):
     assert_refused(OverTheBatchInTraining(drop), "depend on each other", mode)
 

@@ -19,6 +19,7 @@ from bandmf.torch.training.self_test.extremes import halved
 from bandmf.torch.training.self_test.guarded import Guards
 from one_at_a_time import MODES
 from private_loops import Rows, outcome, plain, private_of, vectors
+from sweeps import in_turn
 
 
 def bright_pictures(examples=16):
@@ -78,8 +79,7 @@ class Quantized(nn.Module):
         return self.last(self.rounded(self.first(self.rounded(x)).tanh()))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("loss", [by_largest, by_range])
+@pytest.mark.parametrize(("mode", "loss"), in_turn(list(MODES), [by_largest, by_range]))
 def test_inputs_divided_by_the_largest_value_of_the_batch_are_refused(loss, mode):
     assert_refused("depends on the place", open_net(), bright_pictures(), mode, loop_of(loss))
 
@@ -122,8 +122,7 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize(("name", "mode"), in_turn(list(CUT), list(MODES)))
 def test_a_loss_of_the_whole_batch_that_is_cut_off_is_refused(name, mode):
     sentence = rf"the loss of the whole batch goes through {name}.*each example's own loss"
     assert_refused(sentence, open_net(), vectors(), mode, loop_of(CUT[name]))

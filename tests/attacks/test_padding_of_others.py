@@ -16,6 +16,7 @@ from bandmf.torch.clipping.norms import rounding
 from bandmf.torch.clipping.products import live_places
 from one_at_a_time import empty_sums, flat, trained
 from private_loops import Rows, outcome
+from sweeps import in_turn
 
 CLIP, COPIES, LONG, WORDS, WIDTH = 0.1, 32, 120, 40, 32
 MODES = ("float32", "bfloat16", "high")
@@ -171,7 +172,7 @@ def over_estimates(model, rows, mode):
 # --- what one long text does to the others --------------------------------------------------------------
 
 SLOW = ("convolution in patches", "high")
-CASES = [(name, mode) for name in MODELS for mode in MODES if (name, mode) != SLOW]
+CASES = [case for case in in_turn(list(MODELS), list(MODES)) if getattr(case, "values", case) != SLOW]
 
 
 @pytest.mark.parametrize(("name", "mode"), CASES)

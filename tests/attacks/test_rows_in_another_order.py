@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from one_at_a_time import MODES
 from private_loops import Rows, outcome
+from sweeps import in_turn
 
 CLIP = 0.02
 
@@ -45,9 +46,9 @@ class Recurrent(nn.Module):
         return self.out((last[0] if isinstance(last, tuple) else last)[-1])
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("self_test", [True, False])
-@pytest.mark.parametrize("kind", [DPLSTM, DPGRU, DPRNN])
+@pytest.mark.parametrize(
+    ("mode", "self_test", "kind"), in_turn(list(MODES), [True, False], [DPLSTM, DPGRU, DPRNN])
+)
 def test_packed_sequences_are_refused_with_the_remedy(kind, self_test, mode):
     """Even equally long ones: sorting does not keep their order."""
     found = outcome(Recurrent(kind, packed=True), texts(), mode, self_test=self_test).refused
@@ -133,8 +134,7 @@ class OneMoved(nn.Module):
         return self.out(self.read(x[order]).tanh()[order])
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("places", [(30, 31), (5, 9), (35, 0)])
+@pytest.mark.parametrize(("mode", "places"), in_turn(list(MODES), [(30, 31), (5, 9), (35, 0)]))
 def test_two_rows_that_change_places_are_found_wherever_they_are(mode, places):
     """By the norms of copies of an example, of which no two may differ."""
     generator = torch.Generator().manual_seed(1)

@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 from scipy import linalg
-from scipy.signal import lfilter
 
 from bandmf import band_columns
 from bandmf._deprecated import once_positional
@@ -33,7 +32,7 @@ from bandmf.error.closed_form import ClosedForm, closed_form
 from bandmf.participation import Participation, Single
 from bandmf.sensitivities import sensitivity
 from bandmf.strategies import BandedToeplitz, Strategy
-from bandmf.streaming import StreamingOperator
+from bandmf.streaming import StreamingOperator, lfilter
 from bandmf.workloads import Workload, workload_for
 
 # The joint-state recursion costs s^2 a step; beyond this size streaming whole rows is cheaper.

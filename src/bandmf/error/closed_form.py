@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from scipy.signal import fftconvolve
 
 from bandmf._types import FloatArray
 from bandmf.error.band_covariance import WORST_CONDITION
@@ -25,7 +24,15 @@ from bandmf.error.toeplitz import ToeplitzError
 from bandmf.error.toeplitz_response import MOST_PEAK, Response, correlate, inverse_peak
 from bandmf.error.toeplitz_settled import SMALLEST, SettledError, inverse_energy
 from bandmf.strategies import BandedInverse, BandedToeplitz, BufferedToeplitz, OnlineTree, Stamped, Strategy
-from bandmf.streaming import Matrices, compose, impulse_response, mean_running_norm, squared_norm, state_space
+from bandmf.streaming import (
+    Matrices,
+    compose,
+    fftconvolve,
+    impulse_response,
+    mean_running_norm,
+    squared_norm,
+    state_space,
+)
 from bandmf.workloads import Workload, prefix
 
 _SETTLED_BANDS = 4096  # beyond, matrices of bands x bands cost more than following the response

@@ -15,12 +15,12 @@ import math
 
 import numpy as np
 from scipy.linalg import toeplitz as toeplitz_matrix
-from scipy.signal import oaconvolve
 
 from bandmf import band_columns
 from bandmf._types import FloatArray
 from bandmf.error.band_covariance import BandCovariance
 from bandmf.error.toeplitz_response import Response, chain_to_theta, correlate, response, settled_response
+from bandmf.streaming import oaconvolve
 from bandmf.workloads import Workload
 
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy.fft import irfft, next_fast_len, rfft
-from scipy.signal import fftconvolve, lfilter, oaconvolve
 
 from bandmf._types import FloatArray
+from bandmf.streaming import fftconvolve, lfilter, oaconvolve
 from bandmf.workloads import Workload
 
 # w has settled when a full window of b terms is this close to x. The rest

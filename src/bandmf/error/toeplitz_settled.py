@@ -22,13 +22,13 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy.linalg import hankel, toeplitz
-from scipy.signal import lfilter
 
 from bandmf import band_columns
 from bandmf._types import FloatArray
 from bandmf.error.band_covariance import BandCovariance
 from bandmf.error.toeplitz import NormalizedColumns, ToeplitzError
 from bandmf.error.toeplitz_response import MOST_PEAK, inverse_peak
+from bandmf.streaming import lfilter
 from bandmf.workloads import Workload
 
 SMALLEST = 1 << 22  # steps from which the closed forms are used: below, the response itself is as quick

@@ -15,13 +15,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.signal import lfilter
 
 from bandmf import _check, band_columns
 from bandmf._types import FloatArray
 from bandmf.strategies.base import InputRecurrence, Strategy
 from bandmf.strategies.square_root import square_root_coefficients
-from bandmf.streaming import StreamingOperator, banded
+from bandmf.streaming import StreamingOperator, banded, lfilter
 
 _NEGLIGIBLE = 1e-30  # of the largest: what later coefficients of C could add is far below rounding
 _MOST_COEFFICIENTS = 2**27

@@ -12,11 +12,11 @@ coefficients fall from 1 towards 0, hence BandedToeplitz; FHU and LTI have as ma
 from __future__ import annotations
 
 import numpy as np
-from scipy.signal import fftconvolve
 
 from bandmf import _check
 from bandmf._types import FloatArray
 from bandmf.strategies.toeplitz import BandedToeplitz
+from bandmf.streaming import fftconvolve
 
 _DIRECT = 4096  # coefficients whose product is computed directly, exact to the last digit
 

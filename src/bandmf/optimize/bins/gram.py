@@ -22,11 +22,11 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy.linalg import toeplitz
-from scipy.signal import oaconvolve
 
 from bandmf import _check
 from bandmf._types import FloatArray
 from bandmf.error.toeplitz_response import correlate
+from bandmf.streaming import oaconvolve
 
 
 def strided_sums(c: FloatArray, cycle: int) -> FloatArray:
