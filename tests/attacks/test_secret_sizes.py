@@ -1,4 +1,4 @@
-"""The sizes of batches are secret: a learning rate must not follow the number of pieces that they are cut into."""
+"""The sizes of batches are secret: no rate or average may follow the number of pieces that they are cut into."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from bandmf.torch import make_private
 from bandmf.torch.training import optimizer as private_optimizer
+from bandmf.torch.training import schedules
 from training import simple_plan, small_data
 
 PLAN = simple_plan(steps=6, examples=200, batch_size=20)
@@ -124,3 +126,87 @@ def test_settings_that_count_pieces_by_hand_are_refused(name):
 
     with pytest.raises(RuntimeError, match=r"optimizer\.param_groups changed between two pieces"):
         rates_in_pieces(lambda optimizer: None, by_hand)
+
+
+# --- averages of weights ----------------------------------------------------------------------------
+
+
+class Wrapped(nn.Module):
+    """As DistributedDataParallel and torch.compile keep a model."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+WHOLE, PART = (lambda model: model), (lambda model: model[0])
+
+
+def average_of_run(part=WHOLE, wrap=WHOLE, pieces=None, before=False, **options):
+    """The average after a run, and its mean of the weights after each step, computed by hand."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3))
+    average = AveragedModel(part(model), **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    private = make_private(
+        model, optimizer, small_data(200), PLAN, clip_norm=0.5, physical_batch_size=pieces
+    )
+    kept = [part(model).state_dict() if before else None]
+    for x, y in private.loader:
+        if before:
+            average.update_parameters(wrap(part(model)))
+        nn.functional.cross_entropy(private.model(x), y).backward()
+        private.optimizer.step()
+        if private.optimizer.stepped:
+            kept.append({name: value.clone() for name, value in part(model).state_dict().items()})
+        if not before:
+            average.update_parameters(wrap(part(model)))
+    private.close()
+    return average, kept
+
+
+@pytest.mark.parametrize("pieces", [None, 4])
+@pytest.mark.parametrize(("part", "wrap"), [(WHOLE, WHOLE), (WHOLE, Wrapped), (PART, WHOLE)])
+def test_averages_of_weights_count_steps(pieces, part, wrap):
+    average, kept = average_of_run(part, wrap, pieces)
+    assert int(average.n_averaged) == PLAN.steps
+    for name, found in average.module.state_dict().items():
+        expected = torch.stack([each[name] for each in kept[1:]]).mean(0)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_moving_average_is_that_of_the_steps():
+    average, kept = average_of_run(pieces=2, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    expected = kept[1]["0.weight"]
+    for each in kept[2:]:
+        expected = (expected + each["0.weight"]) / 2
+    torch.testing.assert_close(average.module[0].weight.data, expected)
+
+
+def test_an_average_that_is_updated_before_each_batch_counts_the_first_weights_and_the_steps_but_the_last():
+    average, _ = average_of_run(pieces=4, before=True)
+    assert int(average.n_averaged) == PLAN.steps
+
+
+def test_an_average_that_counts_pieces_would_be_seen(monkeypatch):
+    """The planted error: what the tests above have to see."""
+    monkeypatch.setattr(schedules, "_between_steps", lambda model: False)
+    average, _ = average_of_run(pieces=4)
+    assert int(average.n_averaged) > 2 * PLAN.steps
+
+
+def test_averages_of_other_models_and_of_closed_runs_go_on():
+    model, other = nn.Linear(8, 3), nn.Linear(8, 3)
+    averages = AveragedModel(model), AveragedModel(other)
+    private = make_private(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), small_data(200), PLAN, clip_norm=0.5
+    )
+    x, y = next(iter(private.loader))
+    nn.functional.cross_entropy(model(x), y).backward()
+    private.optimizer.step()
+    for average, each in zip(averages, (model, other), strict=True):
+        average.update_parameters(each)
+    assert [int(each.n_averaged) for each in averages] == [0, 1]
+    private.close()
+    averages[0].update_parameters(model)
+    assert int(averages[0].n_averaged) == 1

@@ -1,20 +1,23 @@
-"""Learning-rate schedules count steps, though a loop calls `scheduler.step()` for every batch.
+"""Learning-rate schedules and averages of weights count steps, though a loop calls them for every batch.
 
 Batches of the self-test are no steps, and neither are the pieces of a step but for its last: a rate that followed the
 number of pieces would tell the sizes of batches, which are secret. So the schedulers of the optimizer and the numbers
-in its groups are put back after each of them to what they were, as random numbers are.
+in its groups are put back after each of them to what they were, as random numbers are; and torch's AveragedModel
+leaves them out.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakMethod, WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.swa_utils import AveragedModel
 from torch.utils import _pytree as pytree
 
 _COUNTED = (
@@ -150,3 +153,42 @@ def _kinds(kind: type[Any]) -> Iterator[type[Any]]:
     yield kind
     for each in type.__subclasses__(kind):
         yield from _kinds(each)
+
+
+# --- averages of weights ------------------------------------------------------------------------------------
+
+_runs: WeakKeyDictionary[nn.Module, WeakMethod[Callable[[], bool]]] = WeakKeyDictionary()
+
+
+def average_steps(model: nn.Module, between: Callable[[], bool]) -> Callable[[], None]:
+    """Let torch's averages of this model, or of a part of it, leave out what comes `between` two steps.
+
+    Ends by calling what is returned. `between` is a method, whose object is not kept alive.
+    """
+    run, modules = WeakMethod(between), list(model.modules())
+    _runs.update(dict.fromkeys(modules, run))
+
+    def end() -> None:
+        for module in modules:
+            if _runs.get(module) is run:
+                del _runs[module]
+
+    return end
+
+
+def _between_steps(model: nn.Module) -> bool:
+    """Whether a model, however it is wrapped, is in a private run that has not completed a step just now."""
+    runs = {run for module in model.modules() if (run := _runs.get(module)) is not None}
+    return any(between() for run in runs if (between := run()) is not None)
+
+
+def _only_after_steps(update: Callable[[AveragedModel, nn.Module], None]) -> Any:
+    @functools.wraps(update)
+    def update_parameters(average: AveragedModel, model: nn.Module) -> None:
+        if not _between_steps(model):
+            update(average, model)
+
+    return update_parameters
+
+
+setattr(AveragedModel, "update_parameters", _only_after_steps(AveragedModel.update_parameters))  # noqa: B010

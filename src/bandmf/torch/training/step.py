@@ -88,6 +88,7 @@ class Stepper:
         self.steps_released = 0  # by this run, in whatever process: what was spent
         self.summed = False  # whether the gradients of the batch at hand are those of a sum, not of a mean
         self.stepped = False  # whether the last call of `consume` completed a step
+        self._untouched = True  # no batch has been consumed yet
         self._piece: Piece | None = None
         self._failed = False  # the last call of `consume` did not come to its end
         self._warned = False  # of a mean loss in half precision
@@ -168,6 +169,10 @@ class Stepper:
         """Whether some pieces of a step are added up, and more are to come."""
         return self._partial
 
+    def between_steps(self) -> bool:
+        """Whether the last batch was a rehearsal, or a piece that did not complete its step."""
+        return not (self.stepped or self._untouched)
+
     def abandon(self) -> None:
         """Forget an accumulation that was not finished; nothing of it was released."""
         if self.self_test is not None:
@@ -197,7 +202,7 @@ class Stepper:
         self.clipping.record(None)
         if piece.last:
             self._release(piece)
-        self.stepped = piece.last
+        self.stepped, self._untouched = piece.last, False
         self._failed, self._partial = False, not piece.last and piece.rehearsal is None
         return piece.last
 
