@@ -94,13 +94,17 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         self._passes += 1
         mine = self._passes
-        for data in self._one_pass():
-            yield data
-            if self._passes != mine:
-                raise RuntimeError(
-                    "another pass over private.loader began inside of this one, and has taken its batches; use one at "
-                    "a time"
-                )
+        try:
+            for data in self._one_pass():
+                yield data
+                if self._passes != mine:
+                    raise RuntimeError(
+                        "another pass over private.loader began inside of this one, and has taken its batches; use one "
+                        "at a time"
+                    )
+        finally:
+            if self._passes == mine:
+                self._stepper.on_leave()
 
     def _one_pass(self) -> Iterator[Any]:
         stepper = self._stepper

@@ -14,6 +14,7 @@ Guarantees:
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -88,6 +89,7 @@ class Stepper:
         self.steps_released = 0  # by this run, in whatever process: what was spent
         self.summed = False  # whether the gradients of the batch at hand are those of a sum, not of a mean
         self.stepped = False  # whether the last call of `consume` completed a step
+        self.on_leave: Callable[[], None] = lambda: None  # when a pass over the loader ends, wherever it is
         self._untouched = True  # no batch has been consumed yet
         self._piece: Piece | None = None
         self._failed = False  # the last call of `consume` did not come to its end
@@ -177,6 +179,7 @@ class Stepper:
         """Forget an accumulation that was not finished; nothing of it was released."""
         if self.self_test is not None:
             self.self_test.close()
+        self.on_leave()
         self._piece, self._partial, self._failed = None, False, False
         self.generators.give_back()
         self.clipping.record(None)
