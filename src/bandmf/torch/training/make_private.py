@@ -166,6 +166,7 @@ class Private:
         self._zero_grad = ZeroGrad(model, stepper)
         self._end_averages = average_steps(model, stepper.between_steps)
         self.scheduler = None if scheduler is None else PrivateScheduler(scheduler, stepper)
+        self.warned_of_schedulers = False
         self._criterion = None
         if criterion is not None:
             self._criterion = ExampleCriterion(criterion, lambda: stepper.rows, stepper.mean_loss)

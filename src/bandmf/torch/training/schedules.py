@@ -213,6 +213,21 @@ def schedulers_of(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
     return [each for each in found if getattr(vars(each).get("optimizer"), "param_groups", None) is groups]
 
 
+def unsaved(optimizer: torch.optim.Optimizer, given: Any) -> list[LRScheduler]:
+    """Those of an optimizer that are neither the given one, whose state is in checkpoints, nor inside of it."""
+    saved = {id(each) for each in _inside(given)}
+    return [each for each in schedulers_of(optimizer) if id(each) not in saved]
+
+
+def _inside(scheduler: Any) -> Iterator[Any]:
+    """A scheduler, and those that it has: as a wrapper, in a sequence or in a chain."""
+    yield scheduler
+    for value in vars(scheduler).values() if hasattr(scheduler, "__dict__") else ():
+        for each in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(each, LRScheduler):
+                yield from _inside(each)
+
+
 def _note_earlier_ones() -> None:
     """Those that were made before this was imported: nothing but the garbage collector knows them."""
     kinds, known = set(_kinds(LRScheduler)), {id(each) for each in _Made.alive.values()}

@@ -6,7 +6,7 @@ Guarantees:
 - noise is added exactly once per step, and only after the ledger has the step on the disk;
 - only batches of the plan's sampler are used, each exactly once; skipping one (which would depend on the data)
   is an error;
-- a parameter that was frozen at the start and gets a gradient later is refused;
+- a parameter that was frozen at the start and gets a gradient later is refused, and so is one that is frozen later;
 - what the model draws from torch's generators is secret, and a function of key, rank, step and piece (generators.py);
 - nothing of the model changes between the start of a batch and its step.
 """
@@ -27,6 +27,7 @@ from bandmf.randomness.key import Key
 from bandmf.randomness.stream import Indices
 from bandmf.sampling import Sampler
 from bandmf.torch.clipping.protocol import Clipping
+from bandmf.torch.clipping.refusals import frozen_later
 from bandmf.torch.clipping.watch import Watch
 from bandmf.torch.noise.engine import Engine
 from bandmf.torch.training.generators import Generators
@@ -193,6 +194,7 @@ class Stepper:
         piece = self.piece
         self._piece, self._failed = None, True  # until the end: what was added once must not be added again
         try:
+            self._refuse_frozen()
             self.watch.check()
             self.generators.check()
             self._add_up(piece, loss_scale)
@@ -208,6 +210,11 @@ class Stepper:
         self.stepped, self._untouched = piece.last, False
         self._failed, self._partial = False, not piece.last and piece.rehearsal is None
         return piece.last
+
+    def _refuse_frozen(self) -> None:
+        for name, parameter in self.parameters.items():
+            if not parameter.requires_grad:
+                raise RuntimeError(frozen_later(name))
 
     def forget_gradients(self) -> None:
         """Of the backward passes since the batch began."""
