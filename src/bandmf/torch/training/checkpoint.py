@@ -165,8 +165,8 @@ def _warn_of_schedulers(private: Private) -> None:
     if missing and not private.warned_of_schedulers and private.stepper.ranks.rank == 0:
         private.warned_of_schedulers = True
         warnings.warn(
-            f"{type(missing[0]).__name__}: its state is not in the checkpoint, so after private.resume() it would begin "
-            "anew; give it to make_private as scheduler=, or save and load its state_dict() with the checkpoint",
+            f"{type(missing[0]).__name__}: its state is not in the checkpoint, so after private.resume() it would "
+            "begin anew; give it to make_private as scheduler=, or save and load its state_dict() with the checkpoint",
             stacklevel=4,
         )
 

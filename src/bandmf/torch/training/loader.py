@@ -35,7 +35,9 @@ from bandmf.torch.training.step import Piece, Stepper
 _FOR_STREAMS = ("collate_fn",)
 _OF_THE_PLAN = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator")
 _MOST_LEFT = 10  # self-tests in a row that a loop leaves in the middle
-_TAKEN = ("collate_fn", "num_workers", "pin_memory", "worker_init_fn", "multiprocessing_context")
+_TAKEN = (
+    "collate_fn", "num_workers", "prefetch_factor", "pin_memory", "worker_init_fn", "multiprocessing_context",
+)  # fmt: skip
 
 
 class Loader:
