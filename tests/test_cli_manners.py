@@ -285,8 +285,8 @@ def test_folders_and_doubled_names_are_refused_as_well(tmp_path, capsys):
         ),
         ("optimize --steps -5", "steps=-5: must be a whole number at least 1"),
         ("optimize --steps 9 --family best", "family='best': "),
-        ("optimize --steps 9 --load nowhere.npz", "path='nowhere.npz': no such file or directory"),
-        ("optimize --steps 9 --load /", "path='/': is a directory"),
+        ("optimize --steps 9 --load nowhere.npz", "--load='nowhere.npz': no such file or directory"),
+        ("optimize --steps 9 --load=/", "--load='/': is a directory"),
         (
             "optimize --steps 3000000 --plot x.png",
             "steps=3000000: per-step errors are drawn for at most 2,000,000",
@@ -313,13 +313,22 @@ def test_fewer_steps_than_the_usual_bands_are_no_error(capsys):
     assert json.loads(run("optimize --steps 9 --json", capsys)[1])["bands"] == 9
 
 
+def test_a_column_that_is_cut_says_so(capsys):
+    found = json.loads(run("optimize --steps 64 --bands 16 --json", capsys)[1])
+    assert (len(found["first_column"]), found["first_column_left_out"]) == (8, 8)
+    whole = json.loads(run("optimize --steps 64 --bands 8 --json", capsys)[1])
+    assert (len(whole["first_column"]), whole["first_column_left_out"]) == (8, 0)
+    assert ", ..." in run("optimize --steps 64 --bands 16", capsys)[1]
+    assert ", ..." not in run("optimize --steps 64 --bands 8", capsys)[1]
+
+
 def test_a_file_that_may_not_be_read_gets_a_sentence(monkeypatch, capsys):
     def forbidden(path):
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr("bandmf.strategies.load", forbidden)
     err = run("optimize --steps 9 --load secret.npz", capsys)[2]
-    assert err == "bandmf: path='secret.npz': permission denied; give another file or folder\n"
+    assert err == "bandmf: --load='secret.npz': permission denied; give another file or folder\n"
 
 
 def test_missing_packages_and_devices_get_a_sentence(monkeypatch, capsys):

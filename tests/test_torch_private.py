@@ -458,6 +458,14 @@ def test_an_existing_loader_keeps_its_collate_function_and_workers():
     assert seen == [1, 1, 7, 19, 19, 19, 1, 1, 1] + [size or 1 for size in batches]  # rehearsals first
 
 
+def test_an_existing_loader_keeps_how_far_its_workers_load_ahead():
+    data = small_data(dtype=torch.float64)
+    existing = torch.utils.data.DataLoader(data, num_workers=1, prefetch_factor=5)
+    private = private_run(simple_plan(), data=existing)
+    assert private.loader._options["prefetch_factor"] == 5
+    assert next(private.loader._from_map(0, 2))[0].dtype == torch.float64
+
+
 def test_workers_load_ahead_without_changing_anything():
     plan, data = simple_plan(steps=8), small_data(dtype=torch.float64)
     alone = train(private_run(plan, data=data))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
+from torch.optim import lr_scheduler
 
 from bandmf import Key
 from bandmf.torch import make_private
@@ -167,3 +169,79 @@ def test_what_was_spent_before_a_restart_counts(tmp_path):
     assert again.spent() == again.plan.spent_after(8)
     again.resume()
     assert again.spent() == again.plan.spent_after(8) >= again.plan.spent_after(again.steps_taken)
+
+
+# --- schedules ------------------------------------------------------------------------------------
+
+
+def sequence(optimizer):
+    parts = [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2), lr_scheduler.ExponentialLR(optimizer, 0.9)]
+    return lr_scheduler.SequentialLR(optimizer, parts, [2])
+
+
+def chain(optimizer):
+    return lr_scheduler.ChainedScheduler([lr_scheduler.ExponentialLR(optimizer, 0.9)])
+
+
+class Wrapper:
+    """As a library that wraps schedulers."""
+
+    def __init__(self, scheduler):
+        self.scheduler = scheduler
+
+    def __getattr__(self, name):
+        return getattr(vars(self)["scheduler"], name)
+
+
+MADE = {"sequence": sequence, "chain": chain, "wrapped": lambda optimizer: Wrapper(sequence(optimizer))}
+
+
+def scheduled_run(folder, make, given):
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = make(optimizer)
+    private = make_private(
+        model, optimizer, small_data(), simple_plan(steps=8), clip_norm=0.5, run_folder=folder, save_every=2,
+        criterion=torch.nn.CrossEntropyLoss(), scheduler=scheduler if given else None, self_test=False,
+    )  # fmt: skip
+    private.resume()
+    return private, scheduler
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_given_schedule_goes_on_after_a_restart_without_a_warning(name, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for until in (4, 8):
+            private, scheduler = scheduled_run(tmp_path, MADE[name], given=True)
+            for x, y in private.loader:
+                private.criterion(private.model(x), y).backward()
+                private.optimizer.step()
+                private.scheduler.step()
+                if private.steps_taken == until:
+                    break
+            if until == 4:
+                private.save()
+            private.close()
+    decayed = 8 if name == "chain" else 6  # the sequence begins with two steps that warm up
+    assert scheduler.get_last_lr()[0] == pytest.approx(0.1 * 0.9**decayed)
+
+
+def test_a_schedule_that_a_checkpoint_does_not_hold_is_warned_of_once(tmp_path):
+    private, scheduler = scheduled_run(tmp_path, sequence, given=False)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        train(private)
+    told = [str(each.message) for each in found]
+    assert len(told) == 1
+    assert "its state is not in the checkpoint, so after private.resume() it would begin anew" in told[0]
+    private.close()
+    assert scheduler.last_epoch == 0  # and it lives
+
+
+def test_a_schedule_of_another_optimizer_is_not_warned_of(tmp_path):
+    other = sequence(torch.optim.SGD(small_model().parameters(), lr=0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(open_run(tmp_path))
+    assert other.last_epoch == 0

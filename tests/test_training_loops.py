@@ -571,6 +571,79 @@ def test_copies_of_the_model_have_their_own_zero_grad():
     assert "zero_grad" not in vars(private.model)
 
 
+@pytest.mark.parametrize("self_test", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_layer_that_is_frozen_during_the_run_is_refused(mode, self_test):
+    """It would move by noise alone, though torch's optimizers leave frozen layers where they are."""
+    private = private_of(small_net(), vectors(), steps=5, clipping=mode, self_test=self_test)
+
+    def loop(private, batch):
+        if private.steps_taken == 2:
+            private.model[0].requires_grad_(False)
+        plain(private, batch)
+
+    with pytest.raises(RuntimeError, match=r"model: '0\.weight' was frozen after make_private"):
+        trained_weights(private, loop)
+    assert private.steps_taken == 2
+
+
+def test_a_layer_that_is_frozen_before_the_rehearsals_is_refused():
+    private = private_of(small_net(), vectors())
+    private.model[0].requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"model: '0\.weight' was frozen after make_private"):
+        trained_weights(private)
+
+
+def test_a_layer_that_is_frozen_between_batches_only_is_trained():
+    """As loops with two models do it."""
+
+    def loop(private, batch):
+        private.model.requires_grad_(True)
+        plain(private, batch)
+        private.model.requires_grad_(False)
+
+    expected = trained_weights(private_of(small_net(), vectors(), steps=3))
+    found = trained_weights(private_of(small_net(), vectors(), steps=3), loop)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+class Fickle(nn.Module):
+    """Draws by itself, so that its rehearsals are in evaluation mode."""
+
+    def forward(self, x):
+        return x + 0.1 * torch.rand(()) if self.training else x
+
+
+def copied_in_rehearsals(mode, copied, layer):
+    """A copy of a model after each of its rehearsals, and the run."""
+    model, copies = nn.Sequential(nn.Linear(6, 8), layer, nn.Linear(8, 4)), []
+    private = private_of(model, vectors(), clipping=mode)
+
+    def loop(private, batch):
+        if private.loader.rehearsals:
+            copies.append(copied(private.model))
+        plain(private, batch)
+
+    trained_weights(private, loop)
+    return copies, private
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("layer", [nn.Dropout(0.5), Fickle()])
+@pytest.mark.parametrize("mode", ["bookkeeping", "hooks"])
+def test_copies_that_are_made_in_rehearsals_are_ordinary_models(mode, copied, layer):
+    copies, private = copied_in_rehearsals(mode, copied, layer)
+    assert len(copies) == 9
+    ones = torch.ones(16, 6)
+    for twin in copies:
+        twin.train()
+        assert not torch.equal(twin(ones), twin(ones))  # its layer draws
+        assert twin[1].training  # and stays in training mode
+        twin(ones).sum().backward()
+        assert all(p.grad is not None for p in twin.parameters())
+    assert private.finished
+
+
 class Prefixed(nn.Module):
     """A parameter of the model itself, beside dropout."""
 

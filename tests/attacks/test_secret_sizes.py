@@ -1,4 +1,4 @@
-"""The sizes of batches are secret: a learning rate must not follow the number of pieces that they are cut into."""
+"""The sizes of batches are secret: no rate or average may follow the number of pieces that they are cut into."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from bandmf.torch import make_private
-from bandmf.torch.training import optimizer as private_optimizer
+from bandmf.torch.training import schedules
 from training import simple_plan, small_data
 
 PLAN = simple_plan(steps=6, examples=200, batch_size=20)
@@ -72,7 +73,7 @@ def test_a_scheduler_stepped_after_every_piece_counts_steps(name):
 
 def test_a_scheduler_that_is_not_put_back_would_count_pieces(monkeypatch):
     """The planted error: what the test above has to see."""
-    monkeypatch.setattr(private_optimizer.Schedules, "end_piece", lambda self: None)
+    monkeypatch.setattr(schedules.Schedules, "end_piece", lambda self: None)
     found = rates_in_pieces(SCHEDULES["LambdaLR"], always)
     assert found[-1] > 2 * PLAN.steps
 
@@ -116,6 +117,131 @@ def test_a_step_that_was_left_holds_no_schedule():
     assert optimizer.param_groups[0]["lr"] == 0.25
 
 
+@pytest.mark.parametrize("ends", ["break", "close"])
+def test_pieces_of_a_step_that_was_left_do_not_count(ends):
+    """The schedule was one ahead."""
+    model = nn.Linear(8, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = lr_scheduler.StepLR(optimizer, 1, 0.5)
+    private = make_private(
+        model, optimizer, small_data(200), PLAN, clip_norm=0.5, physical_batch_size=4, self_test=False
+    )
+    batches = iter(private.loader)
+    while not (private.steps_taken == 2 and not private.optimizer.stepped):
+        x, y = next(batches)
+        nn.functional.cross_entropy(model(x), y).backward()
+        private.optimizer.step()
+        scheduler.step()
+    assert scheduler.last_epoch == 3
+    if ends == "break":
+        del batches  # as when a loop ends
+    else:
+        private.close()
+    assert (scheduler.last_epoch, optimizer.param_groups[0]["lr"]) == (2, 0.25)
+
+
+def test_a_rate_that_is_set_after_a_step_was_left_stays():
+    model = nn.Linear(8, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    private = make_private(
+        model, optimizer, small_data(200), PLAN, clip_norm=0.5, physical_batch_size=4, self_test=False
+    )
+    batches = iter(private.loader)
+    x, y = next(batches)
+    nn.functional.cross_entropy(model(x), y).backward()
+    private.optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.5  # in a notebook, where the traceback of an error keeps `batches`
+    next(iter(private.loader))
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def warm_restarts(optimizer):
+    return lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 50)
+
+
+@pytest.mark.parametrize("every", [1, 3, 10])
+def test_a_scheduler_that_is_given_a_count_of_pieces_is_refused(every):
+    def given(private, scheduler, count):
+        if not private.loader.rehearsals:
+            scheduler.step(count // every)
+
+    with pytest.raises(RuntimeError, match=r"optimizer\.param_groups changed between two pieces"):
+        rates_in_pieces(warm_restarts, given)
+
+
+def test_a_scheduler_that_is_stepped_after_some_pieces_is_refused():
+    """As loops do that add gradients up themselves."""
+
+    def some(private, scheduler, count):
+        if not private.loader.rehearsals and count % 3 == 0:
+            scheduler.step()
+
+    with pytest.raises(RuntimeError, match=r"optimizer\.param_groups changed between two pieces"):
+        rates_in_pieces(SCHEDULES["LambdaLR"], some)
+
+
+@pytest.mark.parametrize("counts", ["pieces", "steps"])
+def test_steps_of_two_pieces_are_compared_too(counts):
+    """None of them lies between two others."""
+    optimizer = torch.optim.SGD(nn.Linear(8, 3).parameters(), lr=1.0)
+    scheduler, count = warm_restarts(optimizer), 0
+    pieces = schedules.Pieces(optimizer)
+
+    def take(number):
+        nonlocal count
+        pieces.begin()
+        pieces.end(partial=number % 2 == 0, stepped=number % 2 == 1)
+        count += 1
+        scheduler.step(count if counts == "pieces" else count // 2)
+
+    for number in range(4):  # the first step may begin anywhere
+        take(number)
+    if counts == "steps":
+        take(4)
+        assert scheduler.last_epoch == 2
+    else:
+        with pytest.raises(RuntimeError, match=r"optimizer\.param_groups changed between two pieces"):
+            take(4)
+
+
+def test_a_scheduler_that_is_given_the_number_of_steps_works():
+    """Even where it begins far from where it was, as after a restart."""
+
+    def given(private, scheduler, count):
+        scheduler.step(20 + private.steps_taken)
+
+    found = rates_in_pieces(warm_restarts, given)
+    optimizer = torch.optim.SGD(nn.Linear(8, 3).parameters(), lr=1.0)
+    scheduler, expected = warm_restarts(optimizer), []
+    for step in range(1, PLAN.steps):
+        scheduler.step(20 + step)
+        expected.append(optimizer.param_groups[0]["lr"])
+    assert found[1:] == expected
+
+
+def test_a_plateau_may_go_by_the_losses_of_pieces():
+    """It is not private, which nothing can notice; but it does not count pieces."""
+    losses = iter([1.0, 0.5, 2.0] * 100)
+
+    def given(private, scheduler, count):
+        scheduler.step(next(losses))
+
+    rates_in_pieces(lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0), given)
+
+
+def test_a_switch_from_one_scheduler_to_another_works():
+    made = []
+
+    def switch(private, scheduler, count):
+        (scheduler if private.steps_taken < 3 else made[0]).step()
+
+    def two(optimizer):
+        made.append(lr_scheduler.ConstantLR(optimizer, 1.0, 100))
+        return lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    assert rates_in_pieces(two, switch) == pytest.approx([1.0, 0.5, 0.25, 0.25, 0.25, 0.25])
+
+
 @pytest.mark.parametrize("name", ["lr", "momentum", "weight_decay"])
 def test_settings_that_count_pieces_by_hand_are_refused(name):
     def by_hand(private, scheduler, count):
@@ -124,3 +250,85 @@ def test_settings_that_count_pieces_by_hand_are_refused(name):
 
     with pytest.raises(RuntimeError, match=r"optimizer\.param_groups changed between two pieces"):
         rates_in_pieces(lambda optimizer: None, by_hand)
+
+
+# --- averages of weights ----------------------------------------------------------------------------
+
+
+class Wrapped(nn.Module):
+    """As DistributedDataParallel and torch.compile keep a model."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+WHOLE, PART = (lambda model: model), (lambda model: model[0])
+
+
+def average_of_run(part=WHOLE, wrap=WHOLE, pieces=None, before=False, **options):
+    """The average after a run, and its mean of the weights after each step, computed by hand."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3))
+    average = AveragedModel(part(model), **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    private = make_private(model, optimizer, small_data(200), PLAN, clip_norm=0.5, physical_batch_size=pieces)
+    kept = [part(model).state_dict() if before else None]
+    for x, y in private.loader:
+        if before:
+            average.update_parameters(wrap(part(model)))
+        nn.functional.cross_entropy(private.model(x), y).backward()
+        private.optimizer.step()
+        if private.optimizer.stepped:
+            kept.append({name: value.clone() for name, value in part(model).state_dict().items()})
+        if not before:
+            average.update_parameters(wrap(part(model)))
+    private.close()
+    return average, kept
+
+
+@pytest.mark.parametrize("pieces", [None, 4])
+@pytest.mark.parametrize(("part", "wrap"), [(WHOLE, WHOLE), (WHOLE, Wrapped), (PART, WHOLE)])
+def test_averages_of_weights_count_steps(pieces, part, wrap):
+    average, kept = average_of_run(part, wrap, pieces)
+    assert int(average.n_averaged) == PLAN.steps
+    for name, found in average.module.state_dict().items():
+        expected = torch.stack([each[name] for each in kept[1:]]).mean(0)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_moving_average_is_that_of_the_steps():
+    average, kept = average_of_run(pieces=2, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    expected = kept[1]["0.weight"]
+    for each in kept[2:]:
+        expected = (expected + each["0.weight"]) / 2
+    torch.testing.assert_close(average.module[0].weight.data, expected)
+
+
+def test_an_average_that_is_updated_before_each_batch_counts_the_first_weights_and_the_steps_but_the_last():
+    average, _ = average_of_run(pieces=4, before=True)
+    assert int(average.n_averaged) == PLAN.steps
+
+
+def test_an_average_that_counts_pieces_would_be_seen(monkeypatch):
+    """The planted error: what the tests above have to see."""
+    monkeypatch.setattr(schedules, "_between_steps", lambda model: False)
+    average, _ = average_of_run(pieces=4)
+    assert int(average.n_averaged) > 2 * PLAN.steps
+
+
+def test_averages_of_other_models_and_of_closed_runs_go_on():
+    model, other = nn.Linear(8, 3), nn.Linear(8, 3)
+    averages = AveragedModel(model), AveragedModel(other)
+    private = make_private(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), small_data(200), PLAN, clip_norm=0.5
+    )
+    x, y = next(iter(private.loader))
+    nn.functional.cross_entropy(model(x), y).backward()
+    private.optimizer.step()
+    for average, each in zip(averages, (model, other), strict=True):
+        average.update_parameters(each)
+    assert [int(each.n_averaged) for each in averages] == [0, 1]
+    private.close()
+    averages[0].update_parameters(model)
+    assert int(averages[0].n_averaged) == 1

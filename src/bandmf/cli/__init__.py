@@ -40,7 +40,8 @@ def run(arguments: Sequence[str]) -> int:
         except failures.EXPECTED as error:
             if (sentence := failures.sentence(error, arguments)) is None:
                 raise
-            print(f"bandmf: {failures.with_options(sentence, options(arguments))}", file=sys.stderr)
+            sentence = failures.with_files(failures.with_options(sentence, options(arguments)), arguments)
+            print(f"bandmf: {sentence}", file=sys.stderr)
             return INPUT_ERROR
 
 

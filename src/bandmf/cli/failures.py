@@ -59,6 +59,21 @@ def with_options(sentence: str, options: Sequence[str]) -> str:
     return sentence.replace("must be one of None, ", "must be one of ")
 
 
+def with_files(sentence: str, arguments: Sequence[str]) -> str:
+    """A sentence about a file names the option that the file was given with.
+
+    >>> with_files("path='a.npz': no such file", ["optimize", "--load", "a.npz"])
+    "--load='a.npz': no such file"
+    """
+    for place, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        value = value if equals else next(iter(arguments[place + 1 :]), "")
+        about = f"path={value!r}"
+        if name.startswith("--") and value and sentence.startswith(about):
+            return f"{name}={value!r}{sentence[len(about) :]}"
+    return sentence
+
+
 def _typed(name: str) -> str:
     return "--" + name.replace("_", "-")
 

@@ -28,6 +28,8 @@ _NAMES = {
     "seconds": "time",
     "message": "how it ended",
 }
+_SHOWN = 8  # numbers of the first column; --save writes all
+_LEFT_OUT = "first_column_left_out"
 _PLOTTABLE = 2_000_000  # per-step errors that are worth drawing
 
 
@@ -111,8 +113,10 @@ def optimize(
     if json:
         show.print_json(result)
     else:
+        more = ", ..." if result.pop(_LEFT_OUT) else ""
         shown = {
-            _NAMES.get(name, name.replace("_", " ")): _text(name, value) for name, value in result.items()
+            _NAMES.get(name, name.replace("_", " ")): _text(name, value, more)
+            for name, value in result.items()
         }
         show.print_pairs("Strategy", shown)
 
@@ -179,15 +183,16 @@ def _describe(
             "seconds": round(solution.seconds, 3),
             "message": solution.message,
         }
-    result["first_column"] = [float(x) for x in strategy.columns(0, 1)[0][:8]]
-    return result
+    column = strategy.columns(0, 1)[0]
+    shown = [float(x) for x in column[:_SHOWN]]
+    return result | {"first_column": shown, _LEFT_OUT: len(column) - len(shown)}
 
 
-def _text(name: str, value: object) -> str:
+def _text(name: str, value: object, more: str) -> str:
     if value is None:
         return "none proved (Toeplitz: see --family banded)"
     if isinstance(value, list):
-        return ", ".join(f"{x:.6f}" for x in value) + (", ..." if len(value) == 8 else "")
+        return ", ".join(f"{x:.6f}" for x in value) + more
     if name == "seconds" and isinstance(value, float):
         return show.duration(value)
     return number(value, 7)

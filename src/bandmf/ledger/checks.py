@@ -11,9 +11,9 @@ from typing import Any
 from bandmf import _check
 
 REVEALS = (
-    "two results with the same noise reveal their difference: restart with the same code, data, machine and number "
-    "of ranks, or begin a new run in another folder; if nobody ever saw anything that came of the steps from {0} on, "
-    "say so with withdraw({0}, statement)"
+    "two results with the same noise reveal their difference: restart with the same code, data, learning-rate schedule "
+    "(with make_private, one given as scheduler=), machine and number of ranks, or begin a new run in another folder; "
+    "if nobody ever saw anything that came of the steps from {0} on, say so with withdraw({0}, statement)"
 )
 MOVED = (
     "if the original is gone, say so with moved='moved'; if it may still be used, moved='copied' begins a run of its "

@@ -147,6 +147,14 @@ def changed_in_a_batch(name: str, when: str = "changed between the start of a ba
     )
 
 
+def frozen_later(name: str) -> str:
+    """A parameter of the run that does not want gradients any more."""
+    return (
+        f"model: {name!r} was frozen after make_private: the plan adds noise to it at every step, so it would move by "
+        "noise alone; freeze it before make_private, or leave it trainable"
+    )
+
+
 # --- what happens in a batch ----------------------------------------------------------------------------------
 
 

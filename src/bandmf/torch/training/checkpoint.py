@@ -35,6 +35,7 @@ from bandmf.noise.sealing import fresh_salt
 from bandmf.torch.noise import sealing
 from bandmf.torch.training import optimizer_state
 from bandmf.torch.training.random_state import RandomState, unseal
+from bandmf.torch.training.schedules import unsaved
 
 if TYPE_CHECKING:
     from bandmf.torch.training.make_private import Private
@@ -138,6 +139,7 @@ def save(private: Private, folder: Path) -> Path:
         raise RuntimeError(
             "save() in the middle of a step would lose it; save when optimizer.stepped is true"
         )
+    _warn_of_schedulers(private)
     first = private.stepper.ranks.on_first
     name = first(lambda: f"{private.stepper.recorded.number:010d}")
     target, draft = folder / CHECKPOINTS / name, folder / CHECKPOINTS / f".writing-{name}"
@@ -154,6 +156,19 @@ def save(private: Private, folder: Path) -> Path:
     )
     first(lambda: checkpoints.publish(draft, target))
     return target
+
+
+def _warn_of_schedulers(private: Private) -> None:
+    """Say once that a schedule is not in the checkpoint: after a restart it would begin anew, without an error."""
+    given = None if private.scheduler is None else private.scheduler.original
+    missing = unsaved(private.optimizer.original, given)
+    if missing and not private.warned_of_schedulers and private.stepper.ranks.rank == 0:
+        private.warned_of_schedulers = True
+        warnings.warn(
+            f"{type(missing[0]).__name__}: its state is not in the checkpoint, so after private.resume() it would "
+            "begin anew; give it to make_private as scheduler=, or save and load its state_dict() with the checkpoint",
+            stacklevel=4,
+        )
 
 
 def resume(private: Private, folder: Path) -> bool:

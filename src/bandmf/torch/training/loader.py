@@ -35,7 +35,9 @@ from bandmf.torch.training.step import Piece, Stepper
 _FOR_STREAMS = ("collate_fn",)
 _OF_THE_PLAN = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator")
 _MOST_LEFT = 10  # self-tests in a row that a loop leaves in the middle
-_TAKEN = ("collate_fn", "num_workers", "pin_memory", "worker_init_fn", "multiprocessing_context")
+_TAKEN = (
+    "collate_fn", "num_workers", "prefetch_factor", "pin_memory", "worker_init_fn", "multiprocessing_context",
+)  # fmt: skip
 
 
 class Loader:
@@ -94,13 +96,17 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         self._passes += 1
         mine = self._passes
-        for data in self._one_pass():
-            yield data
-            if self._passes != mine:
-                raise RuntimeError(
-                    "another pass over private.loader began inside of this one, and has taken its batches; use one at "
-                    "a time"
-                )
+        try:
+            for data in self._one_pass():
+                yield data
+                if self._passes != mine:
+                    raise RuntimeError(
+                        "another pass over private.loader began inside of this one, and has taken its batches; use one "
+                        "at a time"
+                    )
+        finally:
+            if self._passes == mine:
+                self._stepper.on_leave()
 
     def _one_pass(self) -> Iterator[Any]:
         stepper = self._stepper

@@ -24,6 +24,7 @@ from bandmf.torch.training import checkpoint
 from bandmf.torch.training.loader import Loader, from_loader
 from bandmf.torch.training.optimizer import PrivateOptimizer, PrivateScheduler, ZeroGrad
 from bandmf.torch.training.ranks import Ranks
+from bandmf.torch.training.schedules import average_steps
 from bandmf.torch.training.self_test import SelfTest, end_earlier
 from bandmf.torch.training.step import Stepper
 from bandmf.torch.training.whole_steps import StepLoader
@@ -163,7 +164,9 @@ class Private:
         self.model, self.loader, self.plan, self.stepper = model, loader, stepper.plan, stepper
         self.optimizer = PrivateOptimizer(optimizer, stepper)
         self._zero_grad = ZeroGrad(model, stepper)
+        self._end_averages = average_steps(model, stepper.between_steps)
         self.scheduler = None if scheduler is None else PrivateScheduler(scheduler, stepper)
+        self.warned_of_schedulers = False
         self._criterion = None
         if criterion is not None:
             self._criterion = ExampleCriterion(criterion, lambda: stepper.rows, stepper.mean_loss)
@@ -288,6 +291,7 @@ class Private:
         self.stepper.clipping.remove()
         self.optimizer.close()
         self._zero_grad.remove()
+        self._end_averages()
         if self.stepper.ledger is not None:
             self.stepper.ledger.close()
 

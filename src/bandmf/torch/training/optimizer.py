@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from bandmf import _check
-from bandmf.torch.training.schedules import Schedules, schedulers_made, schedulers_of
+from bandmf.torch.training.schedules import Pieces
 from bandmf.torch.training.step import Stepper
 
 # Its newer way tells an optimizer the scale but gives no hold on how it changes.
@@ -38,13 +37,12 @@ class PrivateOptimizer(torch.optim.Optimizer):
         # Optimizer.__init__ is not called: groups, state and hooks are those of the original.
         self.original, self._stepper = original, stepper
         self._permitted = False
-        self._held: Schedules | None = None  # after a piece that did not complete its step
-        self._schedulers: list[LRScheduler] = []
-        self._made = -1  # as many schedulers had been made when these were looked for
+        self._pieces = Pieces(original)
+        stepper.on_leave = self._pieces.leave
         self._guard = original.register_step_pre_hook(self._refuse_foreign)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("original", "_stepper", "_permitted", "_held", "_schedulers", "_made", "_guard"):
+        if name in ("original", "_stepper", "_permitted", "_pieces", "_guard"):
             raise AttributeError(name)
         return getattr(self.original, name)
 
@@ -72,6 +70,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Let the original optimizer go, as it was."""
+        self._pieces.leave()
         self._guard.remove()
 
     @property
@@ -95,22 +94,15 @@ class PrivateOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 result = closure()
         self._refuse_unprotected()
-        if self._held is not None and self._stepper.partial:  # a step that was left is another matter
-            self._held.end_piece()
+        self._pieces.begin()
         vars(self.original)["_opt_called"] = (
             True  # torch's schedulers ask whether it was before their first step
         )
         if self._stepper.consume(1.0 if grad_scaler is None else _fix_scale(grad_scaler, self)):
             with self.permitted():
                 self.original.step()
-        self._held = self._schedules() if self._stepper.partial else None
+        self._pieces.end(self._stepper.partial, self._stepper.stepped)
         return result
-
-    def _schedules(self) -> Schedules:
-        """As they are now. The search takes a tenth of a second, so only when one may have been made."""
-        if self._made != schedulers_made():
-            self._schedulers, self._made = schedulers_of(self.original), schedulers_made()
-        return Schedules(self.original, self._schedulers)
 
     def _refuse_unprotected(self) -> None:
         """Gradients of parameters that get no noise must not reach the optimizer."""

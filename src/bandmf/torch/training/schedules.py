@@ -1,20 +1,23 @@
-"""Learning-rate schedules count steps, though a loop calls `scheduler.step()` for every batch.
+"""Learning-rate schedules and averages of weights count steps, though a loop calls them for every batch.
 
 Batches of the self-test are no steps, and neither are the pieces of a step but for its last: a rate that followed the
 number of pieces would tell the sizes of batches, which are secret. So the schedulers of the optimizer and the numbers
-in its groups are put back after each of them to what they were, as random numbers are.
+in its groups are put back after each of them to what they were, as random numbers are; and torch's AveragedModel
+leaves them out.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakMethod, WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.swa_utils import AveragedModel
 from torch.utils import _pytree as pytree
 
 _COUNTED = (
@@ -36,7 +39,10 @@ class Schedules:
         self._optimizer = optimizer
         self._schedulers = [(each, _copied(vars(each))) for each in schedulers]
         self._settings = [_copied(settings) for settings in _settings(optimizer)]
-        self._after: str | None = None  # what the settings were at the end of the last rehearsal
+        self._after: str | None = (
+            None  # what the settings were at the end of the last rehearsal, or of the first piece
+        )
+        self._after_first: list[Any] = []  # where the schedulers were then
 
     def end_rehearsal(self) -> None:
         """Put everything back; fail if the loop sets rates of its own that follow the number of rehearsals."""
@@ -50,16 +56,37 @@ class Schedules:
         self.put_back()
 
     def end_piece(self) -> None:
-        """Put everything back; fail if the loop sets rates of its own from piece to piece."""
-        stepped = any(_counts(vars(each)) != _counts(state) for each, state in self._schedulers)
-        # By the names from before: a scheduler that was made since adds names of its own.
-        now = [
-            {name: group.get(name) for name in settings}
-            for group, settings in zip(self._optimizer.param_groups, self._settings, strict=False)
-        ]
-        if not stepped and _shown(now) != _shown(self._settings):
+        """Put everything back; fail if the loop sets rates of its own from piece to piece.
+
+        All pieces of a step begin with the same schedules, so all of them must end with the same.
+        """
+        after, places = _shown(self._now()), self._places()
+        by_hand = after != _shown(self._settings) and not self.counted()
+        moved = self._after is not None and places != self._after_first
+        differs = self._after not in (None, after) and not self._by_metric()
+        if by_hand or moved or differs:
             raise RuntimeError(_BY_PIECES)
+        self._after, self._after_first = after, places
         self.put_back()
+
+    def end_step(self) -> None:
+        """After the last piece: fail if a scheduler that moved after the others has moved to another place."""
+        before = [_place(state) for _, state in self._schedulers]
+        for place, first, now in zip(before, self._after_first, self._places(), strict=False):
+            if first != place and now not in (place, first):
+                raise RuntimeError(_BY_PIECES)
+
+    def counted(self) -> bool:
+        """Whether a scheduler has been stepped since."""
+        return any(_counts(vars(each)) != _counts(state) for each, state in self._schedulers)
+
+    def _now(self) -> list[dict[str, Any]]:
+        """The settings by the names from before: a scheduler that was made since adds names of its own."""
+        groups = zip(self._optimizer.param_groups, self._settings, strict=False)
+        return [{name: group.get(name) for name in settings} for group, settings in groups]
+
+    def _places(self) -> list[Any]:
+        return [_place(vars(each)) for each, _ in self._schedulers]
 
     def _by_metric(self) -> bool:
         """Whether the rates are those of a scheduler that goes by losses, which differ between rehearsals."""
@@ -79,6 +106,50 @@ class Schedules:
                     group[name] = _copied(value)
 
 
+class Pieces:
+    """Holds the schedules of an optimizer from piece to piece of a step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._held: Schedules | None = None  # after a piece that did not complete its step
+        self._ended: Schedules | None = None  # after one that did
+        self._settled = False  # whether a step was completed in this pass over the loader
+        self._schedulers: list[LRScheduler] = []
+        self._made = -1  # as many schedulers had been made when these were looked for
+
+    def begin(self) -> None:
+        """Before a piece counts: what the loop did after the last one is over."""
+        if self._held is not None:
+            self._held.end_piece()
+        elif self._ended is not None:
+            self._ended.end_step()
+
+    def end(self, partial: bool, stepped: bool) -> None:
+        """A piece was counted: more of its step are to come, or it has completed the step; else it is a rehearsal."""
+        self._ended = None
+        if partial:
+            self._held = self._schedules(self._held)
+            return
+        # In the first step of a pass a schedule may begin where a checkpoint was.
+        self._ended = self._held if self._settled else None
+        self._held, self._settled = None, self._settled or stepped
+
+    def leave(self) -> None:
+        """The pass over the loader is over; where that leaves a step in the middle, its pieces count nothing."""
+        if self._held is not None and self._held.counted():
+            self._held.put_back()
+        self._held = self._ended = None
+        self._settled = False
+
+    def _schedules(self, before: Schedules | None) -> Schedules:
+        """As they are now. The search takes a tenth of a second, so only when one may have been made."""
+        if before is not None and self._made == schedulers_made():
+            return before  # put back, so they are what they were
+        if self._made != schedulers_made():
+            self._schedulers, self._made = schedulers_of(self._optimizer), schedulers_made()
+        return Schedules(self._optimizer, self._schedulers)
+
+
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Learning rates, momentum and the like, of each group."""
     return [
@@ -94,6 +165,11 @@ def _shown(settings: list[dict[str, Any]]) -> str:
 def _counts(state: dict[str, Any]) -> dict[str, Any]:
     """What a scheduler counts by."""
     return {name: value for name, value in state.items() if isinstance(value, int | float)}
+
+
+def _place(state: dict[str, Any]) -> Any:
+    """Where a scheduler is on its way."""
+    return state.get("last_epoch"), state.get("T_cur")
 
 
 def _copied(values: Any) -> Any:
@@ -137,6 +213,21 @@ def schedulers_of(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
     return [each for each in found if getattr(vars(each).get("optimizer"), "param_groups", None) is groups]
 
 
+def unsaved(optimizer: torch.optim.Optimizer, given: Any) -> list[LRScheduler]:
+    """Those of an optimizer that are neither the given one, whose state is in checkpoints, nor inside of it."""
+    saved = {id(each) for each in _inside(given)}
+    return [each for each in schedulers_of(optimizer) if id(each) not in saved]
+
+
+def _inside(scheduler: Any) -> Iterator[Any]:
+    """A scheduler, and those that it has: as a wrapper, in a sequence or in a chain."""
+    yield scheduler
+    for value in vars(scheduler).values() if hasattr(scheduler, "__dict__") else ():
+        for each in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(each, LRScheduler):
+                yield from _inside(each)
+
+
 def _note_earlier_ones() -> None:
     """Those that were made before this was imported: nothing but the garbage collector knows them."""
     kinds, known = set(_kinds(LRScheduler)), {id(each) for each in _Made.alive.values()}
@@ -150,3 +241,42 @@ def _kinds(kind: type[Any]) -> Iterator[type[Any]]:
     yield kind
     for each in type.__subclasses__(kind):
         yield from _kinds(each)
+
+
+# --- averages of weights ------------------------------------------------------------------------------------
+
+_runs: WeakKeyDictionary[nn.Module, WeakMethod[Callable[[], bool]]] = WeakKeyDictionary()
+
+
+def average_steps(model: nn.Module, between: Callable[[], bool]) -> Callable[[], None]:
+    """Let torch's averages of this model, or of a part of it, leave out what comes `between` two steps.
+
+    Ends by calling what is returned. `between` is a method, whose object is not kept alive.
+    """
+    run, modules = WeakMethod(between), list(model.modules())
+    _runs.update(dict.fromkeys(modules, run))
+
+    def end() -> None:
+        for module in modules:
+            if _runs.get(module) is run:
+                del _runs[module]
+
+    return end
+
+
+def _between_steps(model: nn.Module) -> bool:
+    """Whether a model, however it is wrapped, is in a private run that has not completed a step just now."""
+    runs = {run for module in model.modules() if (run := _runs.get(module)) is not None}
+    return any(between() for run in runs if (between := run()) is not None)
+
+
+def _only_after_steps(update: Callable[[AveragedModel, nn.Module], None]) -> Any:
+    @functools.wraps(update)
+    def update_parameters(average: AveragedModel, model: nn.Module) -> None:
+        if not _between_steps(model):
+            update(average, model)
+
+    return update_parameters
+
+
+setattr(AveragedModel, "update_parameters", _only_after_steps(AveragedModel.update_parameters))  # noqa: B010

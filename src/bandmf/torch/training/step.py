@@ -6,7 +6,7 @@ Guarantees:
 - noise is added exactly once per step, and only after the ledger has the step on the disk;
 - only batches of the plan's sampler are used, each exactly once; skipping one (which would depend on the data)
   is an error;
-- a parameter that was frozen at the start and gets a gradient later is refused;
+- a parameter that was frozen at the start and gets a gradient later is refused, and so is one that is frozen later;
 - what the model draws from torch's generators is secret, and a function of key, rank, step and piece (generators.py);
 - nothing of the model changes between the start of a batch and its step.
 """
@@ -14,6 +14,7 @@ Guarantees:
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,7 @@ from bandmf.randomness.key import Key
 from bandmf.randomness.stream import Indices
 from bandmf.sampling import Sampler
 from bandmf.torch.clipping.protocol import Clipping
+from bandmf.torch.clipping.refusals import frozen_later
 from bandmf.torch.clipping.watch import Watch
 from bandmf.torch.noise.engine import Engine
 from bandmf.torch.training.generators import Generators
@@ -88,6 +90,8 @@ class Stepper:
         self.steps_released = 0  # by this run, in whatever process: what was spent
         self.summed = False  # whether the gradients of the batch at hand are those of a sum, not of a mean
         self.stepped = False  # whether the last call of `consume` completed a step
+        self.on_leave: Callable[[], None] = lambda: None  # when a pass over the loader ends, wherever it is
+        self._untouched = True  # no batch has been consumed yet
         self._piece: Piece | None = None
         self._failed = False  # the last call of `consume` did not come to its end
         self._warned = False  # of a mean loss in half precision
@@ -168,10 +172,15 @@ class Stepper:
         """Whether some pieces of a step are added up, and more are to come."""
         return self._partial
 
+    def between_steps(self) -> bool:
+        """Whether the last batch was a rehearsal, or a piece that did not complete its step."""
+        return not (self.stepped or self._untouched)
+
     def abandon(self) -> None:
         """Forget an accumulation that was not finished; nothing of it was released."""
         if self.self_test is not None:
             self.self_test.close()
+        self.on_leave()
         self._piece, self._partial, self._failed = None, False, False
         self.generators.give_back()
         self.clipping.record(None)
@@ -185,6 +194,7 @@ class Stepper:
         piece = self.piece
         self._piece, self._failed = None, True  # until the end: what was added once must not be added again
         try:
+            self._refuse_frozen()
             self.watch.check()
             self.generators.check()
             self._add_up(piece, loss_scale)
@@ -197,9 +207,14 @@ class Stepper:
         self.clipping.record(None)
         if piece.last:
             self._release(piece)
-        self.stepped = piece.last
+        self.stepped, self._untouched = piece.last, False
         self._failed, self._partial = False, not piece.last and piece.rehearsal is None
         return piece.last
+
+    def _refuse_frozen(self) -> None:
+        for name, parameter in self.parameters.items():
+            if not parameter.requires_grad:
+                raise RuntimeError(frozen_later(name))
 
     def forget_gradients(self) -> None:
         """Of the backward passes since the batch began."""

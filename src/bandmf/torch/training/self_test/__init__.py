@@ -34,7 +34,7 @@ from bandmf.torch.training.schedules import Schedules, schedulers_of
 from bandmf.torch.training.self_test.collating import AT_RANDOM
 from bandmf.torch.training.self_test.extremes import explain_errors, warn_without
 from bandmf.torch.training.self_test.guarded import Guards
-from bandmf.torch.training.self_test.quiet import Quiet
+from bandmf.torch.training.self_test.quiet import Hook, Quiet
 from bandmf.torch.training.self_test.sketches import (
     DEPENDS,
     FULL,
@@ -192,7 +192,7 @@ class SelfTest:
         self._model.eval()
         self._silent = True
         for module in self._model.modules():
-            self._after.callback(module.register_forward_pre_hook(silent).remove)
+            self._after.callback(module.register_forward_pre_hook(Hook(silent)).remove)
 
     @staticmethod
     def _set_modes(modes: list[tuple[nn.Module, bool]]) -> None:
@@ -215,7 +215,7 @@ class SelfTest:
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._take(name))
             for name, parameter in self._stepper.parameters.items()
-            if local(parameter) is parameter
+            if local(parameter) is parameter and parameter.requires_grad
         ]
 
     def forget(self) -> None:

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from bandmf.torch.training.self_test.quiet import Hook
+
 _DEEPEST = 4  # objects inside of each other
 _IS_IT = (
     "this batch is a rehearsal of make_private's self-test, with examples at half their size: if the error is about "
@@ -65,7 +67,7 @@ def explain_errors(model: nn.Module, at_half: Callable[[], bool]) -> Callable[[]
         if error is not None and at_half() and _IS_IT not in getattr(error, "__notes__", ()):
             error.add_note(_IS_IT)
 
-    return model.register_forward_hook(explain, always_call=True).remove
+    return model.register_forward_hook(Hook(explain), always_call=True).remove
 
 
 def halved(example: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -20,6 +21,30 @@ def _attentive(query: Any, key: Any, value: Any, *rest: Any, **named: Any) -> An
     return _attend(query, key, value, mask, 0.0, *rest[2:], **named)
 
 
+class Hook:
+    """A hook of the self-test, which is no part of the model: in copies, and where it is pickled, it does nothing."""
+
+    def __init__(self, run: Callable[..., None]) -> None:
+        self._run = run
+
+    def __call__(self, *arguments: Any) -> None:
+        self._run(*arguments)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _nothing
+
+    def __reduce__(self) -> Any:
+        return _no_hook, ()
+
+
+def _nothing(*_: Any) -> None:
+    """What copies have in place of a hook."""
+
+
+def _no_hook() -> Callable[..., None]:
+    return _nothing
+
+
 class Quiet:
     """Torch's dropout functions let everything through while the model runs, which stays in training mode."""
 
@@ -30,9 +55,10 @@ class Quiet:
     def __init__(self, model: nn.Module) -> None:
         self._depth = 0  # modules that run inside of each other
         self._handles: list[Any] = []
+        enter, leave = Hook(self._enter), Hook(self._leave)
         for module in model.modules():
-            self._handles.append(module.register_forward_pre_hook(self._enter))
-            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+            self._handles.append(module.register_forward_pre_hook(enter))
+            self._handles.append(module.register_forward_hook(leave, always_call=True))
 
     def _enter(self, *_: Any) -> None:
         self._depth += 1
