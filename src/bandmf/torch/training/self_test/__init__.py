@@ -104,6 +104,8 @@ class SelfTest:
     def close(self) -> None:
         """Leave model and torch as they were, wherever the rehearsals were left."""
         self._after.close()
+        if _of_models.get(self._model) is self:
+            del _of_models[self._model]  # which would keep the model, the optimizer and their noise in memory
 
     def _begin_anew(self) -> None:
         """Forget what batches have shown, as another way of clipping may see it otherwise."""
@@ -157,7 +159,7 @@ class SelfTest:
                     yield rehearsal
                     schedules.end_rehearsal()
         finally:
-            self._after.close()
+            self.close()
         self.passed = True
         if count > 1 and not self.compared:
             warnings.warn(
