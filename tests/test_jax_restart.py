@@ -292,8 +292,45 @@ def test_a_second_tree_at_the_same_step_is_refused(tmp_path):
     weights, state = training.begin()
     run.save((weights, state))
     run.save((jax.tree.map(lambda leaf: leaf.copy(), weights), state))
-    with pytest.raises(RuntimeError, match="step=0: was saved already, with another tree"):
-        run.save((jax.tree.map(lambda leaf: leaf + 1, weights), state))
+    for other in [(jax.tree.map(lambda leaf: leaf + 1, weights), state), (weights, state, 1)]:
+        with pytest.raises(RuntimeError, match="step=0: was saved already, with another tree"):
+            run.save(other)
+
+
+def test_a_second_number_at_the_same_step_is_refused(tmp_path):
+    chosen = tiny.plan()
+    run, training = open_run(chosen, tmp_path / "run"), Training(chosen)
+    weights, state = training.begin()
+    run.save((weights, state, 1, np.zeros(3)))
+    run.save((weights, state, 1, np.zeros(3)))
+    for other in [(2, np.zeros(3)), (1, np.ones(3))]:
+        with pytest.raises(RuntimeError, match="step=0: was saved already, with another tree"):
+            run.save((weights, state, *other))
+
+
+def test_numbers_come_back_as_what_they_were(tmp_path):
+    """Once a rate of 0.1 came back as an array of float32, and weights in bfloat16 were float32 after the next step."""
+    chosen = tiny.plan()
+    run, training = open_run(chosen, tmp_path / "run"), Training(chosen)
+    more = {"rate": 0.1, "epoch": 7, "flag": True, "weak": jax.jit(lambda rate: rate * 1)(0.1)}
+    run.save((*training.begin(), more))
+    run.close()
+    *_, found = open_run(chosen, tmp_path / "run").restore(
+        (*training.begin(), {**more, "rate": 1.0, "epoch": 1})
+    )
+    assert (found["rate"], found["epoch"], found["flag"]) == (pytest.approx(0.1, rel=1e-6), 7, True)
+    assert [type(found[name]) for name in ("rate", "epoch", "flag")] == [float, int, bool]
+    assert (jnp.ones(2, jnp.bfloat16) * found["weak"]).dtype == jnp.bfloat16
+
+
+def test_a_tree_of_other_types_is_refused(tmp_path):
+    chosen = tiny.plan()
+    run, training = open_run(chosen, tmp_path / "run"), Training(chosen)
+    weights, state = training.begin()
+    run.save((weights, state))
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights)
+    with pytest.raises(ValueError, match=r"^dtype of .*='bfloat16': the checkpoint has float32"):
+        run.restore((half, state))
 
 
 def test_a_run_can_go_back_to_its_checkpoint_in_the_same_process(tmp_path):

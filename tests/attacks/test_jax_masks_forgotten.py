@@ -12,7 +12,8 @@ import pytest
 import jax_training as tiny
 from bandmf.jax import clipped_gradient
 from bandmf.jax.training import trials
-from bandmf.jax.training.batches import Batch, Source
+from bandmf.jax.training.batches import Batch
+from bandmf.jax.training.source import Source
 from jax_training import EXAMPLES
 
 FORGOTTEN = "mask: rows that are masked count in the sum"
@@ -131,7 +132,7 @@ def test_nothing_is_tried_again_once_it_is_known():
             return gradient(weights, rows, mask=mask)
 
         batch.sum(function)
-    assert [calls.count(step) for step in range(5)] == [12, 1, 1, 1, 1]
+    assert [calls.count(step) for step in range(5)] == [21, 1, 1, 1, 1]
 
 
 # --- what is zero without any row, for another reason --------------------------------------------------------
@@ -238,21 +239,35 @@ def test_a_function_that_cannot_be_called_again_is_told_why_it_was():
         one_batch(9).sum(first)
 
 
-def test_a_function_that_is_another_every_time_is_remarked_on():
+def test_a_text_that_is_another_every_time_is_no_switch():
+    """Such as the name of a step, for a profiler."""
+    source, calls = Source(VARIED, EXAMPLES, 12, 16, None), []
+    gradient = jax.jit(clipped_gradient(of_rows, clip_norm=1.0))
+    for step in range(9):
+
+        def function(rows, mask, name=f"step {step}"):
+            calls.append(name)
+            return gradient(jnp.ones(2), rows, mask=mask)
+
+        Batch(step, np.arange(9), source).sum(function)
+    assert [calls.count(f"step {step}") for step in range(9)] == [21] * 6 + [1] * 3
+
+
+def test_a_function_that_gives_other_shapes_every_time_is_remarked_on(monkeypatch):
     source = Source(VARIED, EXAMPLES, 12, 16, None)
     gradient = jax.jit(clipped_gradient(of_rows, clip_norm=1.0))
 
-    def step(number, name):
+    def step(number):
         def function(rows, mask):
-            assert name
-            return gradient(jnp.ones(2), rows, mask=mask)
+            return gradient(jnp.ones(2), rows, mask=mask), jnp.zeros((2, number + 1))
 
         Batch(number, np.arange(9), source).sum(function)
 
-    for number in range(19):
-        step(number, f"step {number}")
-    with pytest.warns(UserWarning, match="tried this function with other masks 20 times"):
-        step(20, "step 20")
+    monkeypatch.setattr(trials, "_OFTEN", 3)
+    for number in range(2):
+        step(number)
+    with pytest.warns(UserWarning, match="tried this function with other masks 3 times"):
+        step(2)
 
 
 # --- arrays that are the caller's ---------------------------------------------------------------------------
@@ -281,6 +296,12 @@ def test_rows_may_be_donated():
     gradient = clipped_gradient(lambda weights, row: weights.sum() * row, clip_norm=100.0)
     donating = jax.jit(lambda rows, mask: gradient(weights, rows, mask=mask).total, donate_argnums=0)
     np.testing.assert_allclose(batch.sum(donating), np.full(16, 9), rtol=1e-5)
+
+
+def test_a_number_of_more_than_32_bits_is_no_sum():
+    (batch,) = batches([9])
+    with pytest.raises(ValueError, match=r"dtype in the result='int': batch\.sum adds up numbers only"):
+        batch.sum(lambda rows, mask: (jnp.sum(mask), 10**18))
 
 
 def test_a_text_is_no_sum():

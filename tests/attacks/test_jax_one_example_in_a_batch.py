@@ -12,7 +12,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from bandmf.jax import Clipped, clipped_gradient
 from bandmf.jax.training import batches, trials
-from bandmf.jax.training.batches import Batch, Source
+from bandmf.jax.training.batches import Batch
+from bandmf.jax.training.source import Source
+from bandmf.jax.training.trials import comparing
 
 ROWS, FEATURES = 128, 5
 DATA = np.random.default_rng(3).normal(size=(ROWS, FEATURES)).astype(np.float32)
@@ -23,12 +25,17 @@ def loss(weights, row):
     return jnp.sum(jnp.tanh(row @ weights["a"])) + 3 * jnp.sum(jnp.sin(row @ weights["b"]))
 
 
+def weighted_loss(weights, row):
+    return row[1] * loss(weights, row[0])
+
+
 def half(name):
     return lambda part, row: loss(WEIGHTS | {name: part[name]}, row)
 
 
 GRADIENT = jax.jit(clipped_gradient(loss, clip_norm=1.0))
 OTHER = jax.jit(clipped_gradient(lambda weights, row: loss(weights, -row), clip_norm=1.0))
+WEIGHTED = None  # where it is needed
 HALVES = {name: jax.jit(clipped_gradient(half(name), clip_norm=1.0)) for name in WEIGHTS}
 
 
@@ -58,23 +65,49 @@ def scaled_by_the_largest(weights, rows, mask):
     return GRADIENT(weights, rows / jnp.maximum(jnp.abs(rows).max(), 1e-6), mask=mask)
 
 
+def weighted_by_classes(weights, rows, mask):
+    """Where the classes are whole numbers, and the weights a matter of the batch."""
+    kind = jnp.where(mask, rows[:, 0] > 0, False)
+    weight = mask.sum() / jnp.maximum(jnp.where(kind, kind.sum(), (mask & ~kind).sum()), 1)
+    return WEIGHTED(weights, (rows, weight), mask=mask)
+
+
+@pytest.mark.parametrize("clip_norm", [1.0, 0.01])
 @pytest.mark.parametrize(
-    "function", [normalized, partial(normalized, root_mean_square=True), scaled_by_the_largest]
+    "function",
+    [normalized, partial(normalized, root_mean_square=True), scaled_by_the_largest, weighted_by_classes],
 )
-def test_statistics_of_a_batch_are_refused(function):
-    """One example moved the sum of 512 by 110 clip norms."""
+def test_statistics_of_a_batch_are_refused(function, clip_norm, monkeypatch):
+    """One example moved the sum of 512 by 110 clip norms; also where all gradients are far above the clip norm."""
+    monkeypatch.setitem(globals(), "GRADIENT", jax.jit(clipped_gradient(loss, clip_norm=clip_norm)))
+    monkeypatch.setitem(globals(), "WEIGHTED", jax.jit(clipped_gradient(weighted_loss, clip_norm=clip_norm)))
     with pytest.raises(ValueError, match=r"^sum: .*examples depend on each other"):
         a_batch().sum(partial(function, WEIGHTS))
 
 
 def test_statistics_of_a_batch_pass_where_sums_are_compared_coarsely(monkeypatch):
     """The planted fault: halves of a batch have much the same statistics."""
-    monkeypatch.setattr(trials, "_ADDED", {True: 10.0, False: 10.0})
+    monkeypatch.setattr(comparing, "ADDED", {True: 10.0, False: 10.0})
     one, other = a_batch(), DATA.copy()
     other[0] *= 1000
     total = one.sum(partial(normalized, WEIGHTS)).total
     changed = normalized(WEIGHTS, jnp.asarray(other[: ROWS - 7]), jnp.ones(ROWS - 7, bool)).total
     assert jnp.linalg.norm(total["a"] - changed["a"]) > 5
+
+
+def test_statistics_pass_where_clipping_hides_them(monkeypatch):
+    """The planted fault: rows are tried at their own size alone, where every gradient is far above the clip norm."""
+    monkeypatch.setattr(trials, "_SCALES", ((1.0, 1.0),))
+    monkeypatch.setitem(globals(), "GRADIENT", jax.jit(clipped_gradient(square, clip_norm=1e-4)))
+    a_batch().sum(partial(scaled_by_the_largest, WEIGHTS))
+    monkeypatch.undo()
+    monkeypatch.setitem(globals(), "GRADIENT", jax.jit(clipped_gradient(square, clip_norm=1e-4)))
+    with pytest.raises(ValueError, match=r"^sum: .*examples depend on each other"):
+        a_batch().sum(partial(scaled_by_the_largest, WEIGHTS))
+
+
+def square(weights, row):
+    return jnp.sum((row @ weights["a"]) ** 2)
 
 
 # --- how much one example adds ---------------------------------------------------------------------------------
@@ -112,6 +145,23 @@ def test_one_example_that_adds_more_than_the_clip_norm_is_refused(function):
         ValueError, match=r"^step=0: total gets .* from one example alone, and not clip_norm=1"
     ):
         released(function)
+
+
+def scaled_by(scale, rows, mask):
+    return jax.tree.map(lambda leaf: scale * leaf, not_clipped(WEIGHTS, rows, mask))
+
+
+def test_what_was_never_clipped_is_noticed_when_gradients_grow():
+    """At first they are far below the clip norm."""
+    source, refused = Source(DATA, ROWS, ROWS, 16, None), []
+    for step in range(12):
+        batch, scale = Batch(step, np.arange(9), source), jnp.float32(1e-4 * 10.0 ** min(step, 6))
+        total = batch.sum(lambda rows, mask, scale=scale: scaled_by(scale, rows, mask))
+        try:
+            batch.check_sum(Clipped(total, 1.0))
+        except ValueError:
+            refused.append(step)
+    assert refused == [9, 10, 11]
 
 
 def test_one_example_that_adds_more_passes_where_none_is_tried_alone(monkeypatch):
@@ -160,7 +210,27 @@ def test_a_loader_that_augments_at_random_is_not_refused():
         Batch(0, np.arange(9), source).sum(partial(GRADIENT, WEIGHTS))
 
 
-def test_rows_are_loaded_twice_at_the_first_batch_and_once_later():
+def standardized(rows):
+    return (rows - rows.mean(0)) / rows.std(0)
+
+
+def over_the_largest(rows):
+    return rows / np.abs(rows).max()
+
+
+def mixed_up(rows):
+    return 0.5 * rows + 0.5 * np.roll(rows, 1, axis=0)
+
+
+@pytest.mark.parametrize("statistic", [standardized, over_the_largest, mixed_up])
+def test_a_loader_by_which_examples_depend_on_each_other_is_refused(statistic):
+    """One example moved the sum of twelve by fourteen clip norms; and padding was loaded as the first example."""
+    source = Source(lambda indices: statistic(DATA[indices]), ROWS, ROWS, 16, None)
+    with pytest.raises(ValueError, match=r"gives other rows for an example if other examples are asked for"):
+        Batch(0, np.arange(9), source).sum(partial(GRADIENT, WEIGHTS))
+
+
+def test_rows_are_loaded_again_at_the_first_batch_alone():
     calls = []
 
     def load(indices):
@@ -170,7 +240,7 @@ def test_rows_are_loaded_twice_at_the_first_batch_and_once_later():
     source = Source(load, ROWS, ROWS, 16, None)
     for step in range(3):
         Batch(step, np.arange(9), source).sum(partial(GRADIENT, WEIGHTS))
-    assert calls == [16] * 4
+    assert calls == [16, 16, 16, 8, 8, 16, 16]
 
 
 def test_results_whose_shapes_follow_the_mask_are_added_up_where_they_can_be():
@@ -190,6 +260,11 @@ def test_a_sum_that_was_changed_is_refused_though_its_pieces_were_looked_at():
     assert sum(int(rows.mask.sum()) for rows in batch) == ROWS - 7
     total = batch.sum(partial(GRADIENT, WEIGHTS))
     batch.check_sum(total)
+    wrong = batch.sum(partial(two_losses, WEIGHTS))
+    assert len(list(batch)) == 1
+    with pytest.raises(ValueError, match="from one example alone"):
+        batch.check_sum(wrong)
+    batch.sum(partial(GRADIENT, WEIGHTS))
     with pytest.raises(ValueError, match=r"total is not what batch\.sum gave"):
         batch.check_sum(jax.tree.map(lambda leaf: 5 * leaf, total))
 

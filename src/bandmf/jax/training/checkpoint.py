@@ -9,6 +9,7 @@ nothing of a checkpoint is read before its digest is verified; only its owner ca
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import weakref
@@ -56,36 +57,43 @@ def save(run: Run, tree: Any) -> Path:
             orbax.save((draft / ARRAYS).absolute(), arrays)
             orbax.wait_until_finished()
     shapes = {name: list(leaf.shape) for name, leaf in (leaves | history).items()}
-    contents = {"salt": salt, "noise": state.noise.provenance.dumps(), "shapes": shapes}
+    kinds = {name: str(leaf.dtype) for name, leaf in leaves.items()}
+    contents = {"salt": salt, "noise": state.noise.provenance.dumps(), "shapes": shapes, "kinds": kinds}
     first(lambda: create_secret(draft / CONTENTS, json.dumps(contents).encode()))
     names = first(lambda: _on_disk(draft))
     checkpoints.add_seal(draft, names, run.steps_taken, run.ledger, run._key, run._processes)
     first(lambda: checkpoints.publish(draft, target))
-    run._saved = name, [weakref.ref(leaf) for leaf in _arrays(tree)]
+    run._saved = name, _remembered(tree)
     return target
 
 
+def _remembered(tree: Any) -> tuple[Any, list[Any]]:
+    """What is in a tree, to compare another with: arrays of JAX as long as they live, and copies of all else."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [
+        weakref.ref(leaf) if isinstance(leaf, jax.Array) else copy.copy(leaf) for leaf in leaves
+    ]
+
+
 def _check_same(run: Run, tree: Any, name: str) -> None:
-    """Refuse a second checkpoint of the same step, if another tree is in the first and still in memory."""
+    """Refuse a second checkpoint of the same step, if another tree is known to be in the first."""
     if run._saved is None or run._saved[0] != name:
         return
-    before, now = [there() for there in run._saved[1]], _arrays(tree)
-    if len(before) != len(now) or any(_differ(*pair) for pair in zip(before, now, strict=True)):
+    (structure, before), (leaves, now) = run._saved[1], jax.tree.flatten(tree)
+    if structure != now or any(_differ(*pair) for pair in zip(before, leaves, strict=True)):
         raise RuntimeError(
             f"step={run.steps_taken}: was saved already, with another tree; a step has one checkpoint: put all into "
             "one tree, such as (weights, average, state)"
         )
 
 
-def _arrays(tree: Any) -> list[Any]:
-    return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
-
-
 def _differ(before: Any, now: Any) -> bool:
     """Whether these are known to be other numbers."""
-    if before is None or before is now or before.is_deleted() or not now.is_fully_addressable:
-        return False
-    return before.shape != now.shape or not np.array_equal(_data(before, ""), _data(now, ""))
+    if isinstance(before, weakref.ref):
+        before = before()
+        if before is None or before is now or before.is_deleted() or not now.is_fully_addressable:
+            return False
+    return np.shape(before) != np.shape(now) or not np.array_equal(_data(before, ""), _data(now, ""))
 
 
 def restore(run: Run, tree: Any, check: Callable[[Any], Any]) -> Any:
@@ -107,6 +115,7 @@ def restore(run: Run, tree: Any, check: Callable[[Any], Any]) -> Any:
     own = known.run_id == run.run_id
     history = _history(state)
     _check_shapes(contents["shapes"], leaves, history)
+    _check_kinds(contents["kinds"], leaves)
     read = _read(found[-1], contents["shapes"], leaves | history)
     if own:
         provenance = Provenance.loads(contents["noise"])
@@ -153,7 +162,12 @@ def _put_together(tree: Any, leaves: dict[str, Any], state: PrivateState) -> Any
         if _is_state(leaf):
             return state
         found = leaves[jax.tree_util.keystr(path)]
-        return jax.random.wrap_key_data(found, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else found
+        if _is_key(leaf):
+            return jax.random.wrap_key_data(found, impl=jax.random.key_impl(leaf))
+        if isinstance(leaf, bool | int | float):
+            return type(leaf)(found.item())
+        # A number that takes the type of what it meets must go on to do so, or bfloat16 becomes float32.
+        return jnp.asarray(found.item()) if getattr(leaf, "weak_type", False) and not found.ndim else found
 
     return jax.tree_util.tree_map_with_path(new, tree, is_leaf=_is_state)
 
@@ -238,6 +252,16 @@ def _check_shapes(saved: dict[str, Any], leaves: dict[str, Any], history: dict[s
         fits = len(saved[name]) == leaf.ndim and (name in history or tuple(saved[name]) == leaf.shape)
         if not fits:
             raise _check.fail(f"shape of {name}", leaf.shape, f"the checkpoint has {tuple(saved[name])}")
+
+
+def _check_kinds(saved: dict[str, str], leaves: dict[str, Any]) -> None:
+    """Refuse to make other numbers of those that were saved."""
+    for name, leaf in leaves.items():
+        if saved[name] != str(leaf.dtype):
+            raise _check.fail(
+                f"dtype of {name}", str(leaf.dtype), f"the checkpoint has {saved[name]}",
+                "give a tree of that type, and convert it after run.restore",
+            )  # fmt: skip
 
 
 def _on_disk(draft: Path) -> list[str]:

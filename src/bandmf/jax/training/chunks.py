@@ -16,7 +16,7 @@ from jax import lax
 
 from bandmf.jax.privatize import PrivateState, Secret, private_states
 from bandmf.jax.training import noises
-from bandmf.jax.training.batches import Rows, Source
+from bandmf.jax.training.source import Rows, Source
 from bandmf.randomness.stream import Indices
 
 Array = jax.Array

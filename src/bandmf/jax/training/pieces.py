@@ -72,8 +72,8 @@ def check_sums(result: Any, rows: int) -> None:
 
 
 def _kind(leaf: Any) -> Any:
-    """The dtype, or None of what JAX has none for, such as a text."""
+    """The dtype, or None of what JAX has none for, such as a text or a whole number of more than 32 bits."""
     try:
-        return jnp.result_type(leaf)
-    except TypeError:
+        return jnp.result_type(leaf) if isinstance(leaf, jax.Array) else jnp.asarray(leaf).dtype
+    except (TypeError, OverflowError):
         return None

@@ -23,12 +23,13 @@ from bandmf import _check
 from bandmf.jax.clipping import Clipped
 from bandmf.jax.privatize import PrivateState, private_states, refuse_several
 from bandmf.jax.training import checkpoint, chunks
-from bandmf.jax.training.batches import Batch, Source
+from bandmf.jax.training.batches import Batch
 from bandmf.jax.training.chunks import Chunk
 from bandmf.jax.training.continuity import Continuity
 from bandmf.jax.training.mistakes import explained
 from bandmf.jax.training.processes import Processes
 from bandmf.jax.training.secrets import Secrets, examined
+from bandmf.jax.training.source import Source
 from bandmf.ledger import Ledger
 from bandmf.ledger.run_folder import Opened, provenance
 from bandmf.planning import Plan, checked_plan
@@ -90,7 +91,7 @@ class Run:
         self._begun: float | None = None  # with this clip norm
         self._batch: Batch | Chunk | None = None  # drawn, and not yet released
         self._passes, self._restored = 0, 0  # how many there were; the one that began with `restore`
-        self._saved: tuple[str, list[Any]] | None = None  # the last checkpoint and the arrays in it
+        self._saved: tuple[str, Any] | None = None  # the last checkpoint and what is in it
         self._last: Any = None  # the digest of the sum of the last step
         self._secrets, self._noise = Secrets(self._key), Continuity()
         self._examine = jax.jit(examined)

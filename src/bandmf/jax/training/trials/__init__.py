@@ -2,8 +2,9 @@
 
 It is tried with other masks. With all rows masked, everything must be zero. With some rows masked, here and there, it
 must not matter what is in them: they are tried with examples there and without. What the function gives for these rows
-and for the others must add up to what it gives for all, or examples depend on each other. And a few examples are tried
-alone. The examples are those of the batch, then others, and nothing of them leaves this file.
+and for the others must add up to what it gives for all, or examples depend on each other; also with rows of other
+sizes, as clipping hides it where all gradients are long. And a few examples are tried alone, again after 10, 100, ...
+batches. The examples are those of the batch, then others, and nothing of them leaves this file.
 
 This says something of an array only if it is not always zero. So a function is tried at the first batch, and again at
 one that gives an array which was zero before.
@@ -14,20 +15,21 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from bandmf._types import FloatArray
 from bandmf.jax.clipping import Clipped, Examples
-from bandmf.jax.training.functions import identity
 from bandmf.jax.training.pieces import check_sums
+from bandmf.jax.training.trials.comparing import Arrays, added, nonzero, not_added, squares, unlike
+from bandmf.jax.training.trials.functions import identity
 
 Array = jax.Array
-Arrays = dict[int, Any]  # by their place in a result
-Mixed = Callable[[Any, bool], Any]  # data and mask, with these rows kept; in the others, examples or nothing
+# Data and mask with these rows kept; examples in the others, or nothing; and factors of the rows' numbers, if any.
+Mixed = Callable[[Any, bool, Any], Any]
 MASK_FORGOTTEN = (
     "mask: rows that are masked count in the sum; pass the mask on: "
     "batch.sum(lambda data, mask: gradient(weights, data, mask=mask)), or batch.sum(partial(gradient, weights)); and "
@@ -38,11 +40,14 @@ NO_SUM = (
     "examples depend on each other; compute nothing from several rows (means, batch norms, negatives), return the sum "
     "of clipped gradients in float32 (no mean: the planned batch size divides it later), and pass the mask on"
 )
-_ROUNDING = 1e-5  # of the largest number
-_ADDED = {True: 1e-4, False: 0.05}  # the same for sums, in float32 or better and in less
+# Of the numbers in the rows of each half: what clipping hides at one size shows at another.
+_SCALES = ((1.0, 1.0), (1e6, 1.0), (1e-4, 1e-4), (1e-8, 1e-8))
 _ALONE = 3  # examples
 _AGAIN = 5  # calls that show whether a function is random
-_OFTEN = 20  # trials of the same code
+_AGAIN_AT = frozenset(
+    10**power for power in range(1, 10)
+)  # batches after which examples are tried alone again
+_MANY, _OFTEN = 5, 20  # trials of the same code, until texts are no switches, and until there is a warning
 
 
 class Verdict(NamedTuple):
@@ -60,6 +65,7 @@ class Trials:
     def __init__(self) -> None:
         self._known: dict[Any, Verdict] = {}
         self._tries: Counter[Any] = Counter()
+        self._batches: Counter[Any] = Counter()
 
     def judged(
         self, gradient: Callable[..., Any], rows: int, mixed: Callable[[], Mixed], result: Any
@@ -68,14 +74,17 @@ class Trials:
         leaves, structure = jax.tree.flatten(result)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             return Verdict({}, np.zeros((0, len(leaves))), _clip_norms(result), frozenset())
-        code, switches = identity(gradient)
-        kind = code, switches, structure, tuple(map(np.shape, leaves))
+        kind = self._kind(gradient, structure, leaves)
         known = self._known.get(kind)
+        self._batches[kind] += 1
         if known is None:
             check_sums(result, rows)
-        elif not known.open:
+        elif self._batches[kind] in _AGAIN_AT:
+            alone = _alone(partial(_arrays, gradient, mixed()), rows, len(leaves))
+            known = self._known[kind] = known._replace(alone=np.concatenate([known.alone, alone]))
+        if known is not None and not known.open:
             return known
-        here = _nonzero(dict(enumerate(leaves)))
+        here = nonzero(dict(enumerate(leaves)))
         if known is not None and not known.open & here:
             return known
         verdict = _tried(gradient, rows, mixed(), result)
@@ -87,15 +96,22 @@ class Trials:
             if verdict.clip_norms[place] is not None:
                 raise ValueError(reason)
         self._known[kind] = verdict._replace(open=verdict.open - here)
-        self._remark(code)
+        self._remark(kind[0])
         return verdict
+
+    def _kind(self, gradient: Callable[..., Any], structure: Any, leaves: list[Any]) -> tuple[Any, ...]:
+        """What a verdict holds for. Texts are switches, unless there is another one again and again."""
+        code, switches = identity(gradient)
+        if self._tries[code] >= _MANY:
+            switches = tuple(switch for switch in switches if not isinstance(switch, str))
+        return code, switches, structure, tuple(map(np.shape, leaves))
 
     def _remark(self, code: Any) -> None:
         self._tries[code] += 1
         if self._tries[code] == _OFTEN:
             warnings.warn(
-                f"batch.sum has tried this function with other masks {_OFTEN} times, which takes time: a text or a "
-                "switch that it was made with, or the shapes that it gives, were others each time",
+                f"batch.sum has tried this function with other masks {_OFTEN} times, which takes time: a switch or "
+                "a program that it was made with, or the shapes that it gives, were others each time",
                 stacklevel=4,
             )
 
@@ -105,35 +121,43 @@ def _tried(gradient: Callable[..., Any], rows: int, mixed: Mixed, result: Any) -
     clip_norms, by_row = _clip_norms(result), _of_examples(result)
     places = [place for place in range(len(clip_norms)) if place not in by_row]
 
-    def found(kept: Any, others: bool = True) -> Arrays:
-        leaves = _called(gradient, *mixed(kept, others))
+    def found(kept: Any, others: bool = True, factors: Any = None) -> Arrays:
+        leaves = _called(gradient, *mixed(kept, others, factors))
         return {place: leaves[place] for place in places if place < len(leaves)}
 
     some, rest = _halves(rows)
-    counted = _nonzero(found(some & rest))
-    suspects = _unlike(found(some), found(some, others=False)) | _unlike(
-        found(rest), found(rest, others=False)
-    )
-    added = _added(found(some), found(rest))
-    whole = found(some | rest)
-    no_sums = _not_added(added, whole)
-    shown = _nonzero(whole)
-    del added, whole
+    counted = nonzero(found(some & rest))
+    suspects = unlike(found(some), found(some, others=False)) | unlike(found(rest), found(rest, others=False))
+    no_sums, shown = frozenset[int](), frozenset[int]()
+    for scale, other in _SCALES:
+        factors = None if scale == other == 1 else np.where(some, scale, other)
+        sums = added(found(some, factors=factors), found(rest, factors=factors))
+        whole = found(some | rest, factors=factors)
+        no_sums, shown = no_sums | not_added(sums, whole), shown | nonzero(whole)
+        del sums, whole
     if suspects | no_sums:
         random = _random(found, some)
         suspects, no_sums = suspects - random, no_sums - random
-    alone = [_squares(found(np.arange(rows) == row), len(clip_norms)) for row in _spread(rows)]
+    alone = _alone(found, rows, len(clip_norms))
     wrong = dict.fromkeys(no_sums | by_row, NO_SUM) | dict.fromkeys(suspects | counted, MASK_FORGOTTEN)
-    return Verdict(
-        wrong, np.reshape(alone, (-1, len(clip_norms))), clip_norms, frozenset(places) - shown - wrong.keys()
-    )
+    return Verdict(wrong, alone, clip_norms, frozenset(places) - shown - wrong.keys())
+
+
+def _alone(found: Callable[[Any], Arrays], rows: int, places: int) -> FloatArray:
+    """Squared norms of what single examples give."""
+    norms = [squares(found(np.arange(rows) == row), places) for row in _spread(rows)]
+    return np.reshape(norms, (-1, places))
+
+
+def _arrays(gradient: Callable[..., Any], mixed: Mixed, kept: Any) -> Arrays:
+    return dict(enumerate(_called(gradient, *mixed(kept, True, None))))
 
 
 def _random(found: Callable[[Any], Arrays], kept: Any) -> frozenset[int]:
     """The places of what is not the same each time, of which the trials show nothing."""
     first, places = found(kept), frozenset[int]()
     for _ in range(_AGAIN):
-        places |= _unlike(first, found(kept))
+        places |= unlike(first, found(kept))
     return places
 
 
@@ -172,108 +196,3 @@ def _of_examples(result: Any) -> frozenset[int]:
     nodes = jax.tree.leaves(result, is_leaf=lambda node: isinstance(node, Examples))
     owners = [isinstance(node, Examples) for node in nodes for _ in jax.tree.leaves(node)]
     return frozenset(place for place, owner in enumerate(owners) if owner)
-
-
-# --- arrays -------------------------------------------------------------------------------------------------
-
-
-def _nonzero(arrays: Arrays) -> frozenset[int]:
-    """The places of arrays that are not all zero."""
-    return _where(arrays, _are_nonzero(_numbers(arrays)))
-
-
-def _unlike(arrays: Arrays, others: Arrays) -> frozenset[int]:
-    """The places of arrays that are not the same in both, but for rounding."""
-    some, rest = _alike(arrays, others)
-    return _where(some, _are_unlike(some, rest, dict.fromkeys(some, _ROUNDING)))
-
-
-def _added(arrays: Arrays, others: Arrays) -> Arrays:
-    """Their sums, and the sizes that these are to be judged by; both are emptied as it goes."""
-    sums = {}
-    for place in list(arrays):
-        one, other = arrays.pop(place), others.pop(place, None)
-        if np.shape(one) == np.shape(other) and place in _numbers({place: one}):
-            sums[place] = _sum_and_size(one, other)
-    return sums
-
-
-@jax.jit
-def _sum_and_size(one: Array, other: Array) -> tuple[Array, Array]:
-    return one + other, jnp.maximum(_largest(one), _largest(other))
-
-
-def _not_added(sums: Arrays, whole: Arrays) -> frozenset[int]:
-    """The places where the sums of halves are not the whole."""
-    totals, arrays = _alike({place: total for place, (total, _) in sums.items()}, whole)
-    tolerances = {place: _ADDED[_is_exact(totals[place])] for place in totals}
-    sizes = {place: sums[place][1] for place in totals}
-    return _where(totals, _are_unlike(totals, arrays, tolerances, sizes))
-
-
-def _squares(arrays: Arrays, places: int) -> FloatArray:
-    """The squared norm of each array, by place."""
-    found = np.zeros(places)
-    for place, norm in _norms(_numbers(arrays)).items():
-        found[place] = float(norm) ** 2
-    return found
-
-
-@jax.jit
-def _norms(arrays: Arrays) -> Arrays:
-    def norm(array: Array) -> Array:
-        wide = jnp.abs(array).astype(jnp.float32)
-        largest = jnp.maximum(jnp.max(wide), 1e-30)
-        return largest * jnp.sqrt(jnp.sum(jnp.square(wide / largest)))
-
-    return jax.tree.map(norm, arrays)
-
-
-@jax.jit
-def _are_nonzero(arrays: Arrays) -> Arrays:
-    return jax.tree.map(lambda array: jnp.any(array != 0), arrays)
-
-
-@jax.jit
-def _are_unlike(arrays: Arrays, others: Arrays, tolerances: Arrays, sizes: Arrays | None = None) -> Arrays:
-    if sizes is None:
-        sizes = jax.tree.map(lambda *pair: jnp.maximum(*map(_largest, pair)), arrays, others)
-    return jax.tree.map(_is_unlike, arrays, others, tolerances, sizes)
-
-
-def _is_unlike(one: Array, other: Array, tolerance: Array, size: Array) -> Array:
-    one, other = (jnp.asarray(array, jnp.result_type(array, jnp.float32)) for array in (one, other))
-    finite = jnp.isfinite(one) & jnp.isfinite(other)
-    alike = (one == other) | (jnp.isnan(one) & jnp.isnan(other))
-    return jnp.any(jnp.where(finite, jnp.abs(one - other) > tolerance * size, ~alike))
-
-
-def _largest(array: Array) -> Array:
-    """Of what is finite."""
-    sizes = jnp.abs(jnp.asarray(array, jnp.result_type(array, jnp.float32)))
-    return jnp.max(jnp.where(jnp.isfinite(sizes), sizes, 0))
-
-
-def _where(arrays: Arrays, flags: Arrays) -> frozenset[int]:
-    return frozenset(place for place in arrays if place in flags and bool(flags[place]))
-
-
-def _alike(arrays: Arrays, others: Arrays) -> tuple[Arrays, Arrays]:
-    """Those of both that are numbers and have the same shape."""
-    others = _numbers(others)
-    some = {k: v for k, v in _numbers(arrays).items() if k in others and np.shape(v) == np.shape(others[k])}
-    return some, {place: others[place] for place in some}
-
-
-def _numbers(arrays: Arrays) -> Arrays:
-    """Those that can be other than zero."""
-    return {place: array for place, array in arrays.items() if jnp.size(array) and not _is_key(array)}
-
-
-def _is_exact(array: Any) -> bool:
-    kind = jnp.result_type(array)
-    return not jnp.issubdtype(kind, jnp.inexact) or jnp.finfo(kind).bits >= jnp.finfo(jnp.float32).bits
-
-
-def _is_key(leaf: Any) -> bool:
-    return bool(jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key))

@@ -1,0 +1,276 @@
+"""Examples as arrays of one fixed shape, with a mask, wherever they come from: nothing recompiles by their number.
+
+Guarantees: rows that no example fills are masked (and NaN, or zero for whole numbers); a process loads only the rows
+that its devices hold; a function for the data by which examples depend on each other is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from bandmf import _check
+from bandmf.jax.training.trials import Mixed, Trials
+from bandmf.randomness.stream import Indices
+
+Array = jax.Array
+_DEVIATIONS = 5  # of the batch size, that the usual piece has room for
+_AGAIN = 5  # times that rows are loaded again, to see whether they are random
+
+
+class Rows(NamedTuple):
+    """Examples as arrays of `capacity` rows; those where `mask` is false count nothing."""
+
+    data: Any
+    mask: Array
+
+
+class Source:
+    """Where examples come from, and how many rows are taken at once.
+
+    `data` is a pytree of arrays, whose first dimension counts the examples, or a function from an array of indices to
+    such a pytree of just these.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        examples: int,
+        batch_size: float,
+        capacity: int | None,
+        sharding: NamedSharding | None,
+    ) -> None:
+        self._load = data if callable(data) else partial(_take, _checked(data, examples))
+        self._loads_apart = not callable(data)  # whether rows are known not to depend on others
+        self._examples, self._sharding, self.trials = examples, sharding, Trials()
+        self._share = 1 if sharding is None else _shares(sharding)
+        if capacity is None:
+            usual = batch_size + _DEVIATIONS * math.sqrt(batch_size) + 1
+            capacity = min(math.ceil(usual), examples)
+        self.capacity = -(-_check.whole("capacity", capacity) // self._share) * self._share
+
+    def holding(self, rows: int) -> Source:
+        """The same with room for so many rows."""
+        larger = copy.copy(self)
+        larger.capacity = -(-max(rows, self.capacity) // self._share) * self._share
+        return larger
+
+    def rows(self, indices: Indices) -> Rows:
+        """These examples, filled up to `capacity`."""
+        return self._placed(self._filled(indices)[None], leading=0)
+
+    def mixed(self, indices: Indices) -> Mixed:
+        """These examples, then some from all over the data, loaded once, for any choice of rows to keep."""
+        anywhere = np.linspace(0, self._examples - 1, self.capacity).astype(np.int64)
+        everywhere = np.concatenate([indices, anywhere])[: self.capacity]
+        data = self._placed(everywhere[None], leading=0).data
+        if not self._loads_apart:
+            self._check_alone(everywhere)
+            self._loads_apart = True
+
+        def with_others_or_nothing(kept: Any, others: bool, factors: Any = None) -> Rows:
+            mask = self._placed_mask(kept, leading=0)
+            if not others:
+                return Rows(_without(data, mask, _pads_with_nan()), mask)
+            # Anew each time, as a function may take what it is given.
+            scales = self._placed_mask(np.ones(self.capacity) if factors is None else factors, leading=0)
+            return Rows(_scaled(data, scales), mask)
+
+        return with_others_or_nothing
+
+    def _check_alone(self, indices: Indices) -> None:
+        """Refuse a function for the data by which the rows of an example depend on what else is loaded."""
+
+        def loaded(*parts: Indices) -> list[Any]:
+            found = [
+                [np.asarray(_bits(leaf)) for leaf in jax.tree.leaves(self._load(part))] for part in parts
+            ]
+            return [np.concatenate(leaves) for leaves in zip(*found, strict=True)]
+
+        def differ(some: list[Any], others: list[Any]) -> bool:
+            return any(one.tobytes() != other.tobytes() for one, other in zip(some, others, strict=True))
+
+        whole, middle = loaded(indices), len(indices) // 2
+        if not middle or not differ(whole, loaded(indices[:middle], indices[middle:])):
+            return
+        if not any(differ(whole, loaded(indices)) for _ in range(_AGAIN)):  # nor are they random
+            raise _check.fail(
+                "data", getattr(self._load, "__name__", type(self._load).__name__),
+                "gives other rows for an example if other examples are asked for, too (a mean or a largest number of "
+                "the batch, mixed rows), so examples would depend on each other",
+                "compute each row from its own example; statistics of all the data are not covered by the plan",
+            )  # fmt: skip
+
+    def many(self, batches: list[Indices]) -> Rows:
+        """The same for several batches at once, each a row of the first dimension."""
+        return self._placed(np.stack([self._filled(indices) for indices in batches]), leading=1)
+
+    def _filled(self, indices: Indices) -> Indices:
+        """The indices and then -1, which is no example."""
+        if len(indices) > self.capacity:
+            raise _check.fail("capacity", self.capacity, f"a batch has {len(indices)} examples")
+        return np.concatenate([indices, np.full(self.capacity - len(indices), -1, np.int64)])
+
+    def _placed(self, places: Indices, leading: int) -> Rows:
+        shape = places.shape[1 - leading :]
+        mask = (places >= 0).reshape(shape)
+        if self._sharding is None:
+            data = jax.tree.map(
+                lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), self._loaded(places.reshape(-1))
+            )
+            data = jax.tree.map(jnp.asarray, data)
+        else:
+            data = self._sharded(places.reshape(shape), self._over(leading))
+        return Rows(data, self._placed_mask(mask, leading))
+
+    def _placed_mask(self, mask: Any, leading: int) -> Array:
+        if self._sharding is None:
+            return jnp.asarray(mask)
+        return jax.make_array_from_callback(mask.shape, self._over(leading), lambda index: mask[index])
+
+    def _over(self, leading: int) -> NamedSharding:
+        """How rows are cut, behind so many other dimensions."""
+        assert self._sharding is not None
+        spec = PartitionSpec(*[None] * leading, self._sharding.spec[0] if self._sharding.spec else None)
+        return NamedSharding(self._sharding.mesh, spec)
+
+    def _sharded(self, places: Indices, sharding: NamedSharding) -> Any:
+        """Each process loads the rows of its own devices, once."""
+        parts: dict[Any, list[Any]] = {}  # by where they are: the arrays of these rows
+        for index in sharding.addressable_devices_indices_map(places.shape).values():
+            assert index is not None
+            here = places[index]
+            if (key := _key(index, places.shape)) not in parts:
+                leaves, structure = jax.tree.flatten(self._loaded(here.reshape(-1)))
+                bits = [np.asarray(_bits(leaf)) for leaf in leaves]
+                parts[key] = [leaf.reshape(*here.shape, *leaf.shape[1:]) for leaf in bits]
+
+        def whole(number: int, like: Any) -> Array:
+            def part(index: Any) -> Any:
+                return parts[_key(index[: places.ndim], places.shape)][number]
+
+            return jax.make_array_from_callback((*places.shape, *like.shape[places.ndim :]), sharding, part)
+
+        arrays = [whole(number, like) for number, like in enumerate(next(iter(parts.values())))]
+        data = [_as_kind(bits, leaf) for bits, leaf in zip(arrays, leaves, strict=True)]
+        return jax.tree.unflatten(structure, data)
+
+    def _loaded(self, places: Indices) -> Any:
+        """The examples at these places; NaN or zeros where there is none."""
+        valid = places >= 0
+        found = self._load(np.where(valid, places, 0))
+        _check_arrays(jax.tree.leaves(found))
+        return jax.tree.map(lambda leaf: _masked(leaf, valid, _pads_with_nan()), found)
+
+
+def _take(data: Any, indices: Indices) -> Any:
+    return jax.tree.map(lambda leaf: leaf[indices], data)
+
+
+def _masked(leaf: Any, valid: Any, with_nan: bool) -> Any:
+    """The rows that are valid, and others that are none."""
+    if len(leaf) != len(valid):
+        raise _check.fail("data", len(leaf), f"must give one row for each of {len(valid)} indices")
+    if _is_key(leaf):
+        return _as_kind(_masked(_bits(leaf), valid, with_nan), leaf)
+    wide = valid.reshape(-1, *[1] * (leaf.ndim - 1))
+    # So that a row counts nothing even where a mask is forgotten: its gradient is not finite.
+    has_nan = with_nan and jnp.issubdtype(leaf.dtype, jnp.floating)
+    nothing = np.full((), np.nan if has_nan else 0, leaf.dtype)
+    if isinstance(leaf, jax.Array):
+        return jnp.where(wide, leaf, nothing)
+    return np.where(wide, leaf, nothing)
+
+
+@partial(jax.jit, static_argnums=2)
+def _without(data: Any, mask: Array, with_nan: bool) -> Any:
+    return jax.tree.map(lambda leaf: _masked(leaf, mask, with_nan), data)
+
+
+@jax.jit
+def _scaled(data: Any, scales: Array) -> Any:
+    """Numbers times the factor of their row; new arrays in any case."""
+
+    def scaled(leaf: Array) -> Array:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf.copy()
+        return leaf * scales.reshape(-1, *[1] * (leaf.ndim - 1)).astype(leaf.dtype)
+
+    return jax.tree.map(scaled, data)
+
+
+def _pads_with_nan() -> bool:
+    """Not where JAX is told to take NaN for a mistake."""
+    return not jax.config.jax_debug_nans  # type: ignore[attr-defined]
+
+
+def _is_key(leaf: Any) -> bool:
+    return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def _bits(leaf: Any) -> Any:
+    """Numbers: of random keys, their words."""
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _as_kind(bits: Any, like: Any) -> Any:
+    """What these numbers are of: random keys, where the other is."""
+    return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(like)) if _is_key(like) else bits
+
+
+def _checked(data: Any, examples: int) -> Any:
+    leaves = jax.tree.leaves(data)
+    if (
+        isinstance(data, list)
+        and len(data) == examples
+        and any(not _is_long(leaf, examples) for leaf in leaves)
+    ):
+        raise _check.fail(
+            "data", "list", "must be a pytree of arrays whose first dimension counts the examples, not a list of them",
+            "stack them: jax.tree.map(lambda *rows: np.stack(rows), *data)",
+        )  # fmt: skip
+    _check_arrays(leaves)
+    for leaf in leaves:
+        if len(leaf) != examples:
+            raise _check.fail(
+                "len(data)", len(leaf), f"must be the plan's examples={examples}",
+                "data is a pytree of arrays whose first dimension counts the examples; an example keeps its index",
+            )  # fmt: skip
+    return data
+
+
+def _check_arrays(leaves: list[Any]) -> None:
+    """Values are not shown: they are somebody's."""
+    for leaf in leaves or [None]:
+        if not _is_array(leaf):
+            raise _check.fail(
+                "data", type(leaf).__name__, "must be a pytree of arrays of numbers whose first dimension counts the "
+                "examples", "Python lists are trees of numbers to JAX: use np.asarray, and numbers in place of texts",
+            )  # fmt: skip
+
+
+def _is_long(leaf: Any, rows: int) -> bool:
+    return _is_array(leaf) and len(leaf) == rows
+
+
+def _is_array(leaf: Any) -> bool:
+    return bool(getattr(leaf, "ndim", 0)) and getattr(leaf.dtype, "kind", "V") not in "OSUMm"
+
+
+def _shares(sharding: NamedSharding) -> int:
+    """Into how many shares rows are cut."""
+    axes = sharding.spec[0] if sharding.spec else None
+    names = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+    return math.prod(sharding.mesh.shape[name] for name in names)
+
+
+def _key(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Slices as something that can be looked up."""
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
