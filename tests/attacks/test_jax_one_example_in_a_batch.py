@@ -186,6 +186,13 @@ def test_a_sum_that_stands_for_two_parameters_counts_twice():
         batch.check_sum(Clipped({"tied": total, "again": total}, 1.0))
 
 
+@pytest.mark.parametrize("scale", [1e-36, 1e-30, 1e-20, 1e15, 1e30])
+def test_very_small_and_very_large_gradients_are_released(scale):
+    gradient = jax.jit(clipped_gradient(lambda weights, row: scale * loss(weights, row), clip_norm=1.0))
+    batch = a_batch()
+    batch.check_sum(batch.sum(partial(gradient, WEIGHTS)))
+
+
 @pytest.mark.parametrize("function", [GRADIENT, lambda *given, mask: GRADIENT(*given, mask=mask).total])
 @pytest.mark.parametrize("capacity", [1, 2, 3, ROWS])
 def test_right_sums_are_released(function, capacity):

@@ -13,6 +13,7 @@ from bandmf._types import FloatArray
 Array = jax.Array
 Arrays = dict[int, Any]  # by their place in a result
 _ROUNDING = 1e-5  # of the largest number
+_TINY = 1e-30  # below, numbers have fewer digits
 ADDED = {True: 1e-4, False: 0.05}  # the same for sums, in float32 or better and in less
 
 
@@ -84,7 +85,7 @@ def _is_unlike(one: Array, other: Array, tolerance: Array, size: Array) -> Array
     one, other = (jnp.asarray(array, jnp.result_type(array, jnp.float32)) for array in (one, other))
     finite = jnp.isfinite(one) & jnp.isfinite(other)
     alike = (one == other) | (jnp.isnan(one) & jnp.isnan(other))
-    return jnp.any(jnp.where(finite, jnp.abs(one - other) > tolerance * size, ~alike))
+    return jnp.any(jnp.where(finite, jnp.abs(one - other) > tolerance * jnp.maximum(size, _TINY), ~alike))
 
 
 def _largest(array: Array) -> Array:
