@@ -10,6 +10,10 @@ import pytest
 from private_loops import plain, private_of, small_net, trained_weights, vectors
 
 
+def never_iterated(private):
+    assert private.steps_taken == 0
+
+
 def left_in_the_middle(private):
     plain(private, next(iter(private.loader)))
 
@@ -20,7 +24,7 @@ def closed(private):
 
 
 @pytest.mark.parametrize("mode", ["auto", "hooks"])
-@pytest.mark.parametrize("loop", [trained_weights, closed, left_in_the_middle])
+@pytest.mark.parametrize("loop", [trained_weights, closed, left_in_the_middle, never_iterated])
 def test_a_run_that_nobody_holds_is_free(loop, mode):
     """Once the register of self-tests held every model that was ever trained."""
 
