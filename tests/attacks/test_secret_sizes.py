@@ -332,3 +332,61 @@ def test_averages_of_other_models_and_of_closed_runs_go_on():
     private.close()
     averages[0].update_parameters(model)
     assert int(averages[0].n_averaged) == 1
+
+
+def test_an_average_goes_on_when_a_loop_has_left_the_run_in_the_middle():
+    """Training on public data that comes after it, without close()."""
+    for batches in (1, 4):  # in the self-test, and at the first piece of a step
+        model = nn.Linear(8, 3)
+        private = make_private(
+            model, torch.optim.SGD(model.parameters(), lr=1.0), small_data(200), PLAN, clip_norm=0.5,
+            physical_batch_size=4, self_test=batches == 1,
+        )  # fmt: skip
+        for count, (x, y) in enumerate(private.loader):
+            nn.functional.cross_entropy(model(x), y).backward()
+            private.optimizer.step()
+            if count + 1 >= batches and not private.optimizer.stepped:
+                break
+        average = AveragedModel(model)
+        average.update_parameters(model)
+        assert int(average.n_averaged) == 1
+
+
+def test_a_step_that_failed_is_no_step_for_averages_and_schedules():
+    """What the step before it had said was still said."""
+    model = nn.Linear(8, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    private = make_private(
+        model, optimizer, small_data(200), PLAN, clip_norm=0.5, self_test=False,
+        scheduler=lr_scheduler.StepLR(optimizer, 1, 0.5),
+    )  # fmt: skip
+    average = AveragedModel(model)
+    for x, y in private.loader:
+        if private.steps_taken == 1:
+            with pytest.raises(RuntimeError, match="no gradients"):
+                private.optimizer.step()
+        else:
+            nn.functional.cross_entropy(model(x), y).backward()
+            private.optimizer.step()
+        stepped = private.optimizer.stepped
+        private.scheduler.step()
+        average.update_parameters(model)
+        if not stepped:
+            break
+    assert (private.scheduler.last_epoch, int(average.n_averaged)) == (1, 1)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "bookkeeping"])
+def test_no_gradients_of_examples_stay_after_a_piece(mode):
+    """torch.save(model) would write them, without noise."""
+    model = nn.Linear(8, 3)
+    private = make_private(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), small_data(200), PLAN, clip_norm=0.5,
+        physical_batch_size=4, clipping=mode,
+    )  # fmt: skip
+    for x, y in private.loader:
+        nn.functional.cross_entropy(model(x), y).backward()
+        private.optimizer.step()
+        for parameter in model.parameters():
+            assert getattr(parameter, "grad_sample", None) is None
+            assert private.optimizer.stepped or parameter.grad is None

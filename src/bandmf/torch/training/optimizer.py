@@ -89,10 +89,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 "the GradScaler does not give itself to optimizer.step() (that of accelerate and Trainer(fp16=True) "
                 "does not): its scale would follow the data and skip steps; use bf16, or torch.amp.GradScaler itself"
             )
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
+        result = self._evaluated(closure)
         self._refuse_unprotected()
         self._pieces.begin()
         vars(self.original)["_opt_called"] = (
@@ -103,6 +100,14 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 self.original.step()
         self._pieces.end(self._stepper.partial, self._stepper.stepped)
         return result
+
+    def _evaluated(self, closure: Callable[[], Any] | None) -> Any:
+        """What the closure returns, which may still see that a step was completed before."""
+        try:
+            with torch.enable_grad():
+                return None if closure is None else closure()
+        finally:
+            self._stepper.attempt()
 
     def _refuse_unprotected(self) -> None:
         """Gradients of parameters that get no noise must not reach the optimizer."""
