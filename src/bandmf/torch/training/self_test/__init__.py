@@ -157,7 +157,7 @@ class SelfTest:
                 self._after.callback(schedules.put_back)
                 for rehearsal in self._in_turn(count, rows, small):
                     yield rehearsal
-                    schedules.end_rehearsal()
+                    schedules.end_rehearsal(in_pieces=most is not None)
         finally:
             self.close()
         self.passed = True
