@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -100,6 +102,16 @@ def test_a_scheduler_made_in_the_middle_counts_steps():
     found = rates_in_pieces(lambda optimizer: None, later)
     assert found[:3] == [1.0] * 3
     assert found[3:] == pytest.approx([0.1] * 3)
+
+
+def test_a_scheduler_that_nobody_holds_is_free():
+    optimizer = torch.optim.SGD(nn.Linear(8, 3).parameters(), lr=1.0)
+    scheduler, known = lr_scheduler.StepLR(optimizer, 1, 0.5), schedules.Known(optimizer)
+    assert known.schedulers() == [scheduler]
+    there = weakref.ref(scheduler)
+    del scheduler
+    gc.collect()
+    assert (there(), known.schedulers()) == (None, [])
 
 
 def test_a_step_that_was_left_holds_no_schedule():
