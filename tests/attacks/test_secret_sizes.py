@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from bandmf.torch import make_private
 from bandmf.torch.training import schedules
+from bandmf.torch.training.schedules.calls import Calls
 from training import simple_plan, small_data
 
 PLAN = simple_plan(steps=6, examples=200, batch_size=20)
@@ -453,6 +454,13 @@ def test_calls_after_every_few_batches_are_refused(batches, of, given, size, sel
     """
     with pytest.raises(RuntimeError, match=r"(was called after some batches|changed between two pieces)"):
         calls_in_pieces(every(batches, of), size, given=given, self_test=self_test)
+
+
+def test_calls_that_nobody_watched_would_follow_the_sizes_of_batches(monkeypatch):
+    """The planted error: what the test above has to see."""
+    monkeypatch.setattr(Calls, "by_steps", lambda self, kind, called: True)
+    counted = [calls_in_pieces(every(10, "average"), size)[1] for size in (6, 20)]
+    assert counted[0] != counted[1]
 
 
 def both(condition):
