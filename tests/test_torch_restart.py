@@ -235,6 +235,7 @@ def test_a_schedule_that_a_checkpoint_does_not_hold_is_warned_of_once(tmp_path):
     told = [str(each.message) for each in found]
     assert len(told) == 1
     assert "its state is not in the checkpoint, so after private.resume() it would begin anew" in told[0]
+    assert told[0].startswith("SequentialLR: ")  # not one of those inside of it
     private.close()
     assert scheduler.last_epoch == 0  # and it lives
 

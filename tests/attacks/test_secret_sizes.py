@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import random
 import warnings
+import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from bandmf.torch import make_private
 from bandmf.torch.training import schedules
+from bandmf.torch.training.schedules.calls import Calls
 from training import simple_plan, small_data
 
 PLAN = simple_plan(steps=6, examples=200, batch_size=20)
@@ -98,6 +103,16 @@ def test_a_scheduler_made_in_the_middle_counts_steps():
     found = rates_in_pieces(lambda optimizer: None, later)
     assert found[:3] == [1.0] * 3
     assert found[3:] == pytest.approx([0.1] * 3)
+
+
+def test_a_scheduler_that_nobody_holds_is_free():
+    optimizer = torch.optim.SGD(nn.Linear(8, 3).parameters(), lr=1.0)
+    scheduler, known = lr_scheduler.StepLR(optimizer, 1, 0.5), schedules.Known(optimizer)
+    assert known.schedulers() == [scheduler]
+    there = weakref.ref(scheduler)
+    del scheduler
+    gc.collect()
+    assert (there(), known.schedulers()) == (None, [])
 
 
 def test_a_step_that_was_left_holds_no_schedule():
@@ -332,3 +347,180 @@ def test_averages_of_other_models_and_of_closed_runs_go_on():
     private.close()
     averages[0].update_parameters(model)
     assert int(averages[0].n_averaged) == 1
+
+
+def test_an_average_goes_on_when_a_loop_has_left_the_run_in_the_middle():
+    """Training on public data that comes after it, without close()."""
+    for batches in (1, 4):  # in the self-test, and at the first piece of a step
+        model = nn.Linear(8, 3)
+        private = make_private(
+            model, torch.optim.SGD(model.parameters(), lr=1.0), small_data(200), PLAN, clip_norm=0.5,
+            physical_batch_size=4, self_test=batches == 1,
+        )  # fmt: skip
+        for count, (x, y) in enumerate(private.loader):
+            nn.functional.cross_entropy(model(x), y).backward()
+            private.optimizer.step()
+            if count + 1 >= batches and not private.optimizer.stepped:
+                break
+        average = AveragedModel(model)
+        average.update_parameters(model)
+        assert int(average.n_averaged) == 1
+
+
+def test_a_step_that_failed_is_no_step_for_averages_and_schedules():
+    """What the step before it had said was still said."""
+    model = nn.Linear(8, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    private = make_private(
+        model, optimizer, small_data(200), PLAN, clip_norm=0.5, self_test=False,
+        scheduler=lr_scheduler.StepLR(optimizer, 1, 0.5),
+    )  # fmt: skip
+    average = AveragedModel(model)
+    for x, y in private.loader:
+        if private.steps_taken == 1:
+            with pytest.raises(RuntimeError, match="no gradients"):
+                private.optimizer.step()
+        else:
+            nn.functional.cross_entropy(model(x), y).backward()
+            private.optimizer.step()
+        stepped = private.optimizer.stepped
+        private.scheduler.step()
+        average.update_parameters(model)
+        if not stepped:
+            break
+    assert (private.scheduler.last_epoch, int(average.n_averaged)) == (1, 1)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "bookkeeping"])
+def test_no_gradients_of_examples_stay_after_a_piece(mode):
+    """torch.save(model) would write them, without noise."""
+    model = nn.Linear(8, 3)
+    private = make_private(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), small_data(200), PLAN, clip_norm=0.5,
+        physical_batch_size=4, clipping=mode,
+    )  # fmt: skip
+    for x, y in private.loader:
+        nn.functional.cross_entropy(model(x), y).backward()
+        private.optimizer.step()
+        for parameter in model.parameters():
+            assert getattr(parameter, "grad_sample", None) is None
+            assert private.optimizer.stepped or parameter.grad is None
+
+
+# --- calls by a count of batches --------------------------------------------------------------------
+
+
+def calls_in_pieces(after_batch, size, steps=80, given=False, self_test=True):
+    """A run whose loop calls `after_batch(private, scheduler, average, count)`: what the two have counted."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler, average = lr_scheduler.StepLR(optimizer, 1000), AveragedModel(model)
+    private = make_private(
+        model, optimizer, small_data(200), simple_plan(steps=steps, examples=200, batch_size=20), clip_norm=0.5,
+        physical_batch_size=size, epoch_steps=steps // 2, self_test=self_test,
+        scheduler=scheduler if given else None,
+    )  # fmt: skip
+    batch = private.stepper.sampler.batch  # of sizes that are the same in every run of this test
+    sizes = random.Random(1).choices(range(14, 28), k=steps)
+    private.stepper.sampler.batch = lambda step: np.resize(batch(step), sizes[step])
+    while not private.finished:
+        for count, (x, y) in enumerate(private.loader):
+            private.optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            before = private.steps_taken
+            private.optimizer.step()
+            after_batch(private, private.scheduler if given else scheduler, average, count, before)
+    private.close()
+    return scheduler.last_epoch, int(average.n_averaged)
+
+
+def every(batches, of):
+    def after(private, scheduler, average, count, before):
+        if (count + 1) % batches == 0:
+            scheduler.step() if of == "schedule" else average.update_parameters(private.model)
+
+    return after
+
+
+@pytest.mark.parametrize("self_test", [True, False])
+@pytest.mark.parametrize("size", [6, 20])
+@pytest.mark.parametrize(("of", "given"), [("schedule", False), ("schedule", True), ("average", False)])
+@pytest.mark.parametrize("batches", [5, 10])
+def test_calls_after_every_few_batches_are_refused(batches, of, given, size, self_test):
+    """The calls after pieces were dropped, so the count of the others followed the sizes of batches.
+
+    In steps of one or two pieces, as of size 20, it takes a few calls until one lies between two pieces.
+    """
+    with pytest.raises(RuntimeError, match=r"(was called after some batches|changed between two pieces)"):
+        calls_in_pieces(every(batches, of), size, given=given, self_test=self_test)
+
+
+def test_calls_that_nobody_watched_would_follow_the_sizes_of_batches(monkeypatch):
+    """The planted error: what the test above has to see."""
+    monkeypatch.setattr(Calls, "by_steps", lambda self, kind, called: True)
+    counted = [calls_in_pieces(every(10, "average"), size)[1] for size in (6, 20)]
+    assert counted[0] != counted[1]
+
+
+def both(condition):
+    def after(private, scheduler, average, count, before):
+        if condition(private, before):
+            scheduler.step()
+            average.update_parameters(private.model)
+
+    return after
+
+
+def phases(private, before):
+    """After every batch at first, later after some steps."""
+    return private.steps_taken < 3 or (private.optimizer.stepped and private.steps_taken % 3 == 0)
+
+
+BY_STEPS = {
+    "always": (lambda private, before: True, 12),
+    "with the steps": (lambda private, before: private.optimizer.stepped, 12),
+    "some steps": (lambda private, before: private.optimizer.stepped and private.steps_taken % 4 == 0, 3),
+    "number of steps": (lambda private, before: private.steps_taken % 4 == 0, 3),
+    "number before the step": (lambda private, before: before % 4 == 0, 3),
+    "from a step on": (lambda private, before: private.steps_taken >= 5, 8),
+    "until a step": (lambda private, before: before < 5, 5),
+    "at one step": (lambda private, before: before == 7, 1),
+    "phases": (phases, 6),
+    "never": (lambda private, before: False, 0),
+}
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("size", [None, 3, 20])
+@pytest.mark.parametrize("name", BY_STEPS)
+def test_calls_that_go_by_steps_are_counted(name, size, given):
+    condition, expected = BY_STEPS[name]
+    assert calls_in_pieces(both(condition), size, steps=12, given=given) == (expected, expected)
+
+
+@pytest.mark.parametrize("size", [None, 6])
+def test_calls_between_passes_are_counted(size):
+    """As loops with epochs have it, even those that leave a pass in the middle of a step."""
+    model = nn.Linear(8, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler, average = lr_scheduler.StepLR(optimizer, 1000), AveragedModel(model)
+    private = make_private(
+        model, optimizer, small_data(200), PLAN, clip_norm=0.5, physical_batch_size=size, epoch_steps=3
+    )
+    passes = 0
+    while not private.finished:
+        for count, (x, y) in enumerate(private.loader):
+            nn.functional.cross_entropy(model(x), y).backward()
+            private.optimizer.step()
+            if count == 13:
+                break
+        scheduler.step()
+        average.update_parameters(model)
+        passes += 1
+    assert (scheduler.last_epoch, int(average.n_averaged)) == (passes, passes)
+
+
+def test_batches_of_whole_steps_may_be_counted():
+    """Nothing is secret where each step is one batch."""
+    assert calls_in_pieces(every(10, "average"), None)[1] > 0

@@ -106,7 +106,7 @@ class Loader:
                     )
         finally:
             if self._passes == mine:
-                self._stepper.on_leave()
+                self._stepper.leave()
 
     def _one_pass(self) -> Iterator[Any]:
         stepper = self._stepper

@@ -162,10 +162,10 @@ class Private:
         opened: Opened,
     ) -> None:
         self.model, self.loader, self.plan, self.stepper = model, loader, stepper.plan, stepper
-        self.optimizer = PrivateOptimizer(optimizer, stepper)
+        self.optimizer = PrivateOptimizer(optimizer, stepper, loader.physical_batch_size is not None)
         self._zero_grad = ZeroGrad(model, stepper)
-        self._end_averages = average_steps(model, stepper.between_steps)
-        self.scheduler = None if scheduler is None else PrivateScheduler(scheduler, stepper)
+        self._end_averages = average_steps(model, self.optimizer)
+        self.scheduler = None if scheduler is None else PrivateScheduler(scheduler, self.optimizer)
         self.warned_of_schedulers = False
         self._criterion = None
         if criterion is not None:

@@ -14,6 +14,7 @@ from torch import nn
 
 from bandmf import _check
 from bandmf.torch.training.schedules import Pieces
+from bandmf.torch.training.schedules.calls import Watched
 from bandmf.torch.training.step import Stepper
 
 # Its newer way tells an optimizer the scale but gives no hold on how it changes.
@@ -33,16 +34,17 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True  # GradScaler then leaves gradients and skipping of steps to `step`
 
-    def __init__(self, original: torch.optim.Optimizer, stepper: Stepper) -> None:
+    def __init__(self, original: torch.optim.Optimizer, stepper: Stepper, in_pieces: bool = False) -> None:
         # Optimizer.__init__ is not called: groups, state and hooks are those of the original.
         self.original, self._stepper = original, stepper
         self._permitted = False
         self._pieces = Pieces(original)
-        stepper.on_leave = self._pieces.leave
+        self._watched = Watched(original) if in_pieces else None
+        stepper.on_leave = self._leave
         self._guard = original.register_step_pre_hook(self._refuse_foreign)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("original", "_stepper", "_permitted", "_pieces", "_guard"):
+        if name in ("original", "_stepper", "_permitted", "_pieces", "_watched", "_guard"):
             raise AttributeError(name)
         return getattr(self.original, name)
 
@@ -70,8 +72,13 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Let the original optimizer go, as it was."""
-        self._pieces.leave()
+        self._leave()
         self._guard.remove()
+
+    def _leave(self) -> None:
+        self._pieces.leave()
+        if self._watched is not None:
+            self._watched.leave()
 
     @property
     def stepped(self) -> bool:
@@ -89,12 +96,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 "the GradScaler does not give itself to optimizer.step() (that of accelerate and Trainer(fp16=True) "
                 "does not): its scale would follow the data and skip steps; use bf16, or torch.amp.GradScaler itself"
             )
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
+        result = self._evaluated(closure)
         self._refuse_unprotected()
-        self._pieces.begin()
+        self._begin()
         vars(self.original)["_opt_called"] = (
             True  # torch's schedulers ask whether it was before their first step
         )
@@ -102,7 +106,37 @@ class PrivateOptimizer(torch.optim.Optimizer):
             with self.permitted():
                 self.original.step()
         self._pieces.end(self._stepper.partial, self._stepper.stepped)
+        if self._watched is not None:
+            self._watched.end(self._stepper.partial, self._stepper.stepped)
         return result
+
+    def between_steps(self) -> bool:
+        return self._stepper.between_steps()
+
+    def expect(self, what: Any) -> None:
+        """A scheduler is there from the start, though it may not be called."""
+        if self._watched is not None:
+            self._watched.expect(what)
+
+    def called(self, what: Any) -> None:
+        """A scheduler or an average was called, whether it counts that or not."""
+        if self._watched is not None:
+            self._watched.called(what)
+
+    def _begin(self) -> None:
+        """What the loop did after the last batch is over."""
+        seen = [] if self._watched is None else self._watched.seen()  # before schedulers are put back
+        self._pieces.begin()
+        if self._watched is not None:
+            self._watched.record(seen)
+
+    def _evaluated(self, closure: Callable[[], Any] | None) -> Any:
+        """What the closure returns, which may still see that a step was completed before."""
+        try:
+            with torch.enable_grad():
+                return None if closure is None else closure()
+        finally:
+            self._stepper.attempt()
 
     def _refuse_unprotected(self) -> None:
         """Gradients of parameters that get no noise must not reach the optimizer."""
@@ -173,14 +207,16 @@ def _own_zero_grad(model: nn.Module) -> Any:
 class PrivateScheduler:
     """Any torch scheduler, which steps with the logical steps and ignores the calls in between."""
 
-    def __init__(self, original: Any, stepper: Stepper) -> None:
-        self.original, self._stepper = original, stepper
+    def __init__(self, original: Any, optimizer: PrivateOptimizer) -> None:
+        self.original, self._optimizer = original, optimizer
+        optimizer.expect(self)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("original", "_stepper"):
+        if name in ("original", "_optimizer"):
             raise AttributeError(name)
         return getattr(self.original, name)
 
     def step(self, *arguments: Any, **named: Any) -> None:
-        if self._stepper.stepped:
+        self._optimizer.called(self)
+        if self._optimizer.stepped:
             self.original.step(*arguments, **named)

@@ -91,7 +91,7 @@ class Stepper:
         self.summed = False  # whether the gradients of the batch at hand are those of a sum, not of a mean
         self.stepped = False  # whether the last call of `consume` completed a step
         self.on_leave: Callable[[], None] = lambda: None  # when a pass over the loader ends, wherever it is
-        self._untouched = True  # no batch has been consumed yet
+        self._between = False  # the last batch of this pass over the loader has not completed a step
         self._piece: Piece | None = None
         self._failed = False  # the last call of `consume` did not come to its end
         self._warned = False  # of a mean loss in half precision
@@ -173,14 +173,26 @@ class Stepper:
         return self._partial
 
     def between_steps(self) -> bool:
-        """Whether the last batch was a rehearsal, or a piece that did not complete its step."""
-        return not (self.stepped or self._untouched)
+        """Whether the last batch was a rehearsal, a piece that did not complete its step, or one that failed.
+
+        Not any more when the loop has left the loader: what comes then may have nothing to do with the run.
+        """
+        return self._between
+
+    def attempt(self) -> None:
+        """A batch is about to be consumed: until that has succeeded, no step is complete."""
+        self.stepped, self._between = False, self._between or self._piece is not None
+
+    def leave(self) -> None:
+        """A pass over the loader ends, wherever it is."""
+        self._between = False
+        self.on_leave()
 
     def abandon(self) -> None:
         """Forget an accumulation that was not finished; nothing of it was released."""
         if self.self_test is not None:
             self.self_test.close()
-        self.on_leave()
+        self.leave()
         self._piece, self._partial, self._failed = None, False, False
         self.generators.give_back()
         self.clipping.record(None)
@@ -207,7 +219,9 @@ class Stepper:
         self.clipping.record(None)
         if piece.last:
             self._release(piece)
-        self.stepped, self._untouched = piece.last, False
+        else:
+            self.clipping.clear()  # gradients without noise, which a pickled model would hold
+        self.stepped, self._between = piece.last, not piece.last
         self._failed, self._partial = False, not piece.last and piece.rehearsal is None
         return piece.last
 

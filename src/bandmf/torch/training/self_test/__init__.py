@@ -99,7 +99,6 @@ class SelfTest:
         self._silent = False  # whether hooks keep the model in evaluation mode
         self._after = ExitStack()  # puts everything back as it was
         self._before: RandomState | None = None
-        _of_models[model] = self
 
     def close(self) -> None:
         """Leave model and torch as they were, wherever the rehearsals were left."""
@@ -143,6 +142,7 @@ class SelfTest:
         # A prime number, which few layers have as a multiple: so the batch is known by its size.
         rows = _prime(max(len(small.members), min(rows, LARGEST)))
         self._after.close()  # of rehearsals that were left in the middle
+        _of_models[self._model] = self  # not before: this keeps the model until `close`
         self._after.callback(self._stepper.generators.give_back)
         self._after.callback(self._stop_listening)
         self._guards = Guards(self._stepper.half.look)
@@ -157,7 +157,7 @@ class SelfTest:
                 self._after.callback(schedules.put_back)
                 for rehearsal in self._in_turn(count, rows, small):
                     yield rehearsal
-                    schedules.end_rehearsal()
+                    schedules.end_rehearsal(in_pieces=most is not None)
         finally:
             self.close()
         self.passed = True

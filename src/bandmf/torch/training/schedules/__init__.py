@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
-from weakref import WeakKeyDictionary, WeakMethod, WeakValueDictionary
+from typing import Any, ClassVar, Protocol
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,11 @@ _BY_PIECES = (
     "on the sizes of batches, which must stay secret; use a scheduler of torch, or count private.steps_taken, or count "
     "only when optimizer.stepped"
 )
+BY_BATCHES = (
+    "{name} was called after some batches and not after others, as no count of steps tells: a count of batches depends "
+    "on their sizes, which must stay secret; call it after every optimizer.step(), or by private.steps_taken, or only "
+    "when optimizer.stepped"
+)
 
 
 class Schedules:
@@ -43,16 +48,23 @@ class Schedules:
             None  # what the settings were at the end of the last rehearsal, or of the first piece
         )
         self._after_first: list[Any] = []  # where the schedulers were then
+        self._stepped: list[LRScheduler] = []  # in the last rehearsal
 
-    def end_rehearsal(self) -> None:
-        """Put everything back; fail if the loop sets rates of its own that follow the number of rehearsals."""
+    def end_rehearsal(self, in_pieces: bool = False) -> None:
+        """Put everything back; fail if the loop sets rates of its own that follow the number of rehearsals.
+
+        And, where pieces come after them, if a scheduler is stepped after some of them and then not.
+        """
         settings = _settings(self._optimizer)
         after = _shown(settings)
         made = [set(group) for group in settings] != [set(group) for group in self._settings]
         # A scheduler that was made during a rehearsal has a state that nobody knows from before.
         if made or (self._after not in (None, after) and not self._by_metric()):
             raise RuntimeError(_COUNTED)
-        self._after = after
+        stepped = [each for each, state in self._schedulers if _counts(vars(each)) != _counts(state)]
+        if in_pieces and (omitted := [each for each in self._stepped if each not in stepped]):
+            raise RuntimeError(BY_BATCHES.format(name=type(not_inside(omitted)[0]).__name__))
+        self._after, self._stepped = after, stepped
         self.put_back()
 
     def end_piece(self) -> None:
@@ -114,8 +126,7 @@ class Pieces:
         self._held: Schedules | None = None  # after a piece that did not complete its step
         self._ended: Schedules | None = None  # after one that did
         self._settled = False  # whether a step was completed in this pass over the loader
-        self._schedulers: list[LRScheduler] = []
-        self._made = -1  # as many schedulers had been made when these were looked for
+        self._known = Known(optimizer)
 
     def begin(self) -> None:
         """Before a piece counts: what the loop did after the last one is over."""
@@ -142,12 +153,31 @@ class Pieces:
         self._settled = False
 
     def _schedules(self, before: Schedules | None) -> Schedules:
-        """As they are now. The search takes a tenth of a second, so only when one may have been made."""
-        if before is not None and self._made == schedulers_made():
+        """As they are now."""
+        if before is not None and self._known.all_found:
             return before  # put back, so they are what they were
-        if self._made != schedulers_made():
-            self._schedulers, self._made = schedulers_of(self._optimizer), schedulers_made()
-        return Schedules(self._optimizer, self._schedulers)
+        return Schedules(self._optimizer, self._known.schedulers())
+
+
+class Known:
+    """The schedulers of an optimizer, looked for when one may have been made; they are not kept alive."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._found: list[ref[LRScheduler]] = []
+        self._made = -1  # as many schedulers had been made when these were looked for
+
+    @property
+    def all_found(self) -> bool:
+        return self._made == schedulers_made()
+
+    def schedulers(self) -> list[LRScheduler]:
+        if not self.all_found:
+            self._found, self._made = (
+                [ref(each) for each in schedulers_of(self._optimizer)],
+                schedulers_made(),
+            )
+        return [each for there in self._found if (each := there()) is not None]
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -215,17 +245,28 @@ def schedulers_of(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
 
 def unsaved(optimizer: torch.optim.Optimizer, given: Any) -> list[LRScheduler]:
     """Those of an optimizer that are neither the given one, whose state is in checkpoints, nor inside of it."""
-    saved = {id(each) for each in _inside(given)}
-    return [each for each in schedulers_of(optimizer) if id(each) not in saved]
+    saved = {id(each) for each in inside(given)}
+    return not_inside([each for each in schedulers_of(optimizer) if id(each) not in saved])
 
 
-def _inside(scheduler: Any) -> Iterator[Any]:
+def not_inside(schedulers: list[LRScheduler]) -> list[LRScheduler]:
+    """Those of them that no other one of them has."""
+    inner = {id(each) for outer in schedulers for each in inside(outer) if each is not outer}
+    return [each for each in schedulers if id(each) not in inner]
+
+
+def counts_of(scheduler: LRScheduler) -> list[dict[str, Any]]:
+    """What a scheduler and those inside of it count by: a chain counts nothing by itself."""
+    return [_counts(vars(each)) for each in inside(scheduler)]
+
+
+def inside(scheduler: Any) -> Iterator[Any]:
     """A scheduler, and those that it has: as a wrapper, in a sequence or in a chain."""
     yield scheduler
     for value in vars(scheduler).values() if hasattr(scheduler, "__dict__") else ():
         for each in value if isinstance(value, list | tuple) else (value,):
             if isinstance(each, LRScheduler):
-                yield from _inside(each)
+                yield from inside(each)
 
 
 def _note_earlier_ones() -> None:
@@ -245,35 +286,50 @@ def _kinds(kind: type[Any]) -> Iterator[type[Any]]:
 
 # --- averages of weights ------------------------------------------------------------------------------------
 
-_runs: WeakKeyDictionary[nn.Module, WeakMethod[Callable[[], bool]]] = WeakKeyDictionary()
+
+class Run(Protocol):
+    def between_steps(self) -> bool:
+        """Whether it has not completed a step just now."""
+
+    def called(self, what: Any) -> None:
+        """A scheduler or an average was called, whether it counts that or not."""
 
 
-def average_steps(model: nn.Module, between: Callable[[], bool]) -> Callable[[], None]:
-    """Let torch's averages of this model, or of a part of it, leave out what comes `between` two steps.
+_runs: WeakKeyDictionary[nn.Module, ref[Run]] = WeakKeyDictionary()
 
-    Ends by calling what is returned. `between` is a method, whose object is not kept alive.
+
+def average_steps(model: nn.Module, run: Run) -> Callable[[], None]:
+    """Let torch's averages of this model, or of a part of it, leave out what comes between two steps of a run.
+
+    Ends by calling what is returned. The run is not kept alive.
     """
-    run, modules = WeakMethod(between), list(model.modules())
-    _runs.update(dict.fromkeys(modules, run))
+    there, modules = ref(run), list(model.modules())
+    _runs.update(dict.fromkeys(modules, there))
 
     def end() -> None:
         for module in modules:
-            if _runs.get(module) is run:
+            if _runs.get(module) is there:
                 del _runs[module]
 
     return end
 
 
-def _between_steps(model: nn.Module) -> bool:
-    """Whether a model, however it is wrapped, is in a private run that has not completed a step just now."""
-    runs = {run for module in model.modules() if (run := _runs.get(module)) is not None}
-    return any(between() for run in runs if (between := run()) is not None)
+def _runs_of(model: nn.Module) -> list[Run]:
+    """The private runs that a model is in, however it is wrapped."""
+    found = [there() for module in model.modules() if (there := _runs.get(module)) is not None]
+    return list({id(run): run for run in found if run is not None}.values())
+
+
+def _between_steps(runs: list[Run]) -> bool:
+    return any(run.between_steps() for run in runs)
 
 
 def _only_after_steps(update: Callable[[AveragedModel, nn.Module], None]) -> Any:
     @functools.wraps(update)
     def update_parameters(average: AveragedModel, model: nn.Module) -> None:
-        if not _between_steps(model):
+        for run in (runs := _runs_of(model)):
+            run.called(average)
+        if not _between_steps(runs):
             update(average, model)
 
     return update_parameters
