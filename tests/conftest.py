@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -23,25 +24,15 @@ if "BANDMF_TESTS_SHARE" not in os.environ:
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Under nohup it is ignored, and all children would ignore it, too: tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # Minutes in few tests. Begun first: no worker shall be left alone with one of them when all others are done.
 FIRST = (
-    *(
-        "test_examples",
-        "test_notebooks",
-        "test_jax_mesh",
-        "test_noise_triton",
-        "test_torch_ranks",
-        "test_web",
-    ),
-    *(
-        "test_docs_pages",
-        "test_readme",
-        "test_jax_restart",
-        "test_forks",
-        "test_torch_restart",
-        "test_jax_docs",
-    ),
-)
+    "test_examples", "test_notebooks", "test_jax_mesh", "test_noise_triton", "test_torch_ranks", "test_web",
+    "test_docs_pages", "test_readme", "test_jax_restart", "test_forks", "test_torch_restart", "test_jax_docs",
+)  # fmt: skip
 REFERENCE = Path(__file__).parent / "reference" / "values.json"
 
 settings.register_profile(
