@@ -323,6 +323,15 @@ def test_numbers_come_back_as_what_they_were(tmp_path):
     assert (jnp.ones(2, jnp.bfloat16) * found["weak"]).dtype == jnp.bfloat16
 
 
+def test_a_tree_with_fewer_leaves_is_refused(tmp_path):
+    chosen = tiny.plan()
+    run, training = open_run(chosen, tmp_path / "run"), Training(chosen)
+    run.save((*training.begin(), {"average": jnp.ones(3), "seen": np.full(2, np.nan)}))
+    with pytest.raises(ValueError, match=r"\[2\]\['average'\].*is in the checkpoint and not in the tree"):
+        run.restore(training.begin())
+    run.save((*training.begin(), {"average": np.ones(3, np.float32), "seen": np.full(2, np.nan)}))
+
+
 def test_a_tree_of_other_types_is_refused(tmp_path):
     chosen = tiny.plan()
     run, training = open_run(chosen, tmp_path / "run"), Training(chosen)

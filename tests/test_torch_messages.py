@@ -317,3 +317,11 @@ def test_a_run_shows_where_it_is(tmp_path):
     shown = repr(private)
     assert shown.startswith("Private(Sequential, SGD: step 2 of 2, epsilon=inf at delta=1e-06, run_folder='")
     private.close()
+
+
+def test_a_key_of_another_type_is_refused_and_not_shown():
+    """Once an AttributeError; bytes may be the secret itself."""
+    secret = bytes(range(32))
+    with pytest.raises(ValueError, match=r"^key='bytes': must be a bandmf\.Key") as raised:
+        private_of(key=secret)
+    assert repr(secret)[2:12] not in str(raised.value)

@@ -235,6 +235,57 @@ def test_a_loader_by_which_examples_depend_on_each_other_is_refused(statistic):
     source = Source(lambda indices: statistic(DATA[indices]), ROWS, ROWS, 16, None)
     with pytest.raises(ValueError, match=r"gives other rows for an example if other examples are asked for"):
         Batch(0, np.arange(9), source).sum(partial(GRADIENT, WEIGHTS))
+    with pytest.raises(ValueError, match=r"gives other rows"):
+        next(iter(Batch(0, np.arange(9), source)))
+    with pytest.raises(ValueError, match=r"gives other rows"):
+        source.many([np.arange(9), np.arange(9, 16)])
+
+
+def in_order(indices):
+    """For files that want their indices sorted."""
+    return DATA[np.sort(indices)]
+
+
+def test_a_loader_that_sorts_is_refused_and_would_give_no_other_example():
+    """Once rows without an example were loaded as the first one, which came first and counted 38 times."""
+    with pytest.raises(ValueError, match=r"keep the order of the indices"):
+        Source(in_order, ROWS, ROWS, 16, None).rows(np.arange(9))
+    source = Source(in_order, ROWS, ROWS, 16, None)
+    source._loads_apart = True  # the planted fault: it is not looked at
+    rows = source.rows(np.arange(5, 14))
+    np.testing.assert_array_equal(rows.data[rows.mask], DATA[5:14])
+
+
+def test_texts_padded_to_the_longest_are_refused_in_a_sentence():
+    def tokens(indices):
+        return np.ones((len(indices), 3 + max(indices)), np.int32)
+
+    with pytest.raises(ValueError, match=r"gives rows of another shape .*pad rows to one length"):
+        Source(tokens, ROWS, ROWS, 16, None).rows(np.arange(9))
+
+
+def test_loaders_that_encode_or_use_their_memory_again_are_right():
+    """Products of matrices round by the number of rows."""
+    matrix, memory = np.random.default_rng(2).normal(size=(FEATURES, 300)).astype(np.float32), DATA.copy()
+
+    def encoded(indices):
+        return jax.jit(lambda rows: jnp.tanh(rows @ matrix @ matrix.T))(DATA[indices])
+
+    def again(indices):
+        memory[: len(indices)] = DATA[indices]
+        return memory[: len(indices)]
+
+    for load in (encoded, again):
+        rows = Source(load, ROWS, ROWS, 16, None).rows(np.arange(9))
+        np.testing.assert_allclose(rows.data[rows.mask], load(np.arange(9)), rtol=1e-3, atol=1e-3)
+
+
+def test_tensors_of_other_libraries_are_refused_in_a_sentence():
+    torch = pytest.importorskip("torch")
+    with pytest.raises(ValueError, match=r"data='Tensor': must be a pytree of arrays"):
+        Source(torch.ones(ROWS, 2), ROWS, ROWS, 16, None)
+    with pytest.raises(ValueError, match=r"data='Tensor': must be a pytree of arrays"):
+        Source(lambda indices: torch.ones(len(indices), 2), ROWS, ROWS, 16, None).rows(np.arange(9))
 
 
 def test_rows_are_loaded_again_at_the_first_batch_alone():
@@ -247,7 +298,7 @@ def test_rows_are_loaded_again_at_the_first_batch_alone():
     source = Source(load, ROWS, ROWS, 16, None)
     for step in range(3):
         Batch(step, np.arange(9), source).sum(partial(GRADIENT, WEIGHTS))
-    assert calls == [16, 16, 16, 8, 8, 16, 16]
+    assert calls == [16, 9, 5, 4, 16, 16, 16, 16]
 
 
 def test_results_whose_shapes_follow_the_mask_are_added_up_where_they_can_be():

@@ -499,6 +499,19 @@ def test_calls_that_go_by_steps_are_counted(name, size, given):
     assert calls_in_pieces(both(condition), size, steps=12, given=given) == (expected, expected)
 
 
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("size", [None, 3, 20])
+def test_calls_when_the_number_of_steps_is_another_are_counted(size, given):
+    """Such a loop calls after the first rehearsal, at zero steps, and not after the second."""
+    seen = [-1]
+
+    def is_another(private, before):
+        before, seen[0] = seen[0], private.steps_taken
+        return before != private.steps_taken
+
+    assert calls_in_pieces(both(is_another), size, steps=12, given=given) == (12, 12)
+
+
 @pytest.mark.parametrize("size", [None, 6])
 def test_calls_between_passes_are_counted(size):
     """As loops with epochs have it, even those that leave a pass in the middle of a step."""

@@ -98,6 +98,10 @@ def _make(folder: Path) -> None:
 
 def _user_key(key: Key | None, folder: Path | None) -> Key:
     """The key in the folder, the one given, or a fresh one; refuses a folder that is not whole."""
+    if key is not None and not isinstance(key, Key):  # what it is instead is not shown: it may be secret
+        raise _check.fail(
+            "key", type(key).__name__, "must be a bandmf.Key", "Key(32 secret bytes), or Key.load(file)"
+        )
     if folder is None:
         return Key() if key is None else key
     _refuse_remains(folder)

@@ -91,9 +91,12 @@ def _differ(before: Any, now: Any) -> bool:
     """Whether these are known to be other numbers."""
     if isinstance(before, weakref.ref):
         before = before()
-        if before is None or before is now or before.is_deleted() or not now.is_fully_addressable:
+        if before is None or before is now or before.is_deleted():
             return False
-    return np.shape(before) != np.shape(now) or not np.array_equal(_data(before, ""), _data(now, ""))
+    if isinstance(now, jax.Array) and not now.is_fully_addressable:
+        return False
+    one, other = (np.asarray(_data(leaf, "")) for leaf in (before, now))
+    return one.shape != other.shape or one.dtype != other.dtype or one.tobytes() != other.tobytes()
 
 
 def restore(run: Run, tree: Any, check: Callable[[Any], Any]) -> Any:
@@ -252,6 +255,11 @@ def _check_shapes(saved: dict[str, Any], leaves: dict[str, Any], history: dict[s
         fits = len(saved[name]) == leaf.ndim and (name in history or tuple(saved[name]) == leaf.shape)
         if not fits:
             raise _check.fail(f"shape of {name}", leaf.shape, f"the checkpoint has {tuple(saved[name])}")
+    if beyond := sorted(saved.keys() - leaves.keys() - history.keys()):
+        raise _check.fail(
+            "tree", beyond[0], f"is in the checkpoint and not in the tree, as one of {len(beyond)}",
+            "give a tree of the same structure and optimizer as the one that was saved",
+        )  # fmt: skip
 
 
 def _check_kinds(saved: dict[str, str], leaves: dict[str, Any]) -> None:

@@ -17,12 +17,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from bandmf import _check
+from bandmf.jax.training.loaders import check_loads_apart
 from bandmf.jax.training.trials import Mixed, Trials
 from bandmf.randomness.stream import Indices
 
 Array = jax.Array
 _DEVIATIONS = 5  # of the batch size, that the usual piece has room for
-_AGAIN = 5  # times that rows are loaded again, to see whether they are random
 
 
 class Rows(NamedTuple):
@@ -71,9 +71,6 @@ class Source:
         anywhere = np.linspace(0, self._examples - 1, self.capacity).astype(np.int64)
         everywhere = np.concatenate([indices, anywhere])[: self.capacity]
         data = self._placed(everywhere[None], leading=0).data
-        if not self._loads_apart:
-            self._check_alone(everywhere)
-            self._loads_apart = True
 
         def with_others_or_nothing(kept: Any, others: bool, factors: Any = None) -> Rows:
             mask = self._placed_mask(kept, leading=0)
@@ -84,29 +81,6 @@ class Source:
             return Rows(_scaled(data, scales), mask)
 
         return with_others_or_nothing
-
-    def _check_alone(self, indices: Indices) -> None:
-        """Refuse a function for the data by which the rows of an example depend on what else is loaded."""
-
-        def loaded(*parts: Indices) -> list[Any]:
-            found = [
-                [np.asarray(_bits(leaf)) for leaf in jax.tree.leaves(self._load(part))] for part in parts
-            ]
-            return [np.concatenate(leaves) for leaves in zip(*found, strict=True)]
-
-        def differ(some: list[Any], others: list[Any]) -> bool:
-            return any(one.tobytes() != other.tobytes() for one, other in zip(some, others, strict=True))
-
-        whole, middle = loaded(indices), len(indices) // 2
-        if not middle or not differ(whole, loaded(indices[:middle], indices[middle:])):
-            return
-        if not any(differ(whole, loaded(indices)) for _ in range(_AGAIN)):  # nor are they random
-            raise _check.fail(
-                "data", getattr(self._load, "__name__", type(self._load).__name__),
-                "gives other rows for an example if other examples are asked for, too (a mean or a largest number of "
-                "the batch, mixed rows), so examples would depend on each other",
-                "compute each row from its own example; statistics of all the data are not covered by the plan",
-            )  # fmt: skip
 
     def many(self, batches: list[Indices]) -> Rows:
         """The same for several batches at once, each a row of the first dimension."""
@@ -165,7 +139,13 @@ class Source:
     def _loaded(self, places: Indices) -> Any:
         """The examples at these places; NaN or zeros where there is none."""
         valid = places >= 0
-        found = self._load(np.where(valid, places, 0))
+        # The largest index of all fills the rest: even a function that sorts them gives no other example for it.
+        asked = np.where(valid, places, places.max(initial=0))
+        if not self._loads_apart and valid.sum() > 1:
+            _check_arrays(jax.tree.leaves(self._load(asked)))
+            check_loads_apart(self._load, places[valid])
+            self._loads_apart = True
+        found = self._load(asked)
         _check_arrays(jax.tree.leaves(found))
         return jax.tree.map(lambda leaf: _masked(leaf, valid, _pads_with_nan()), found)
 
@@ -261,7 +241,7 @@ def _is_long(leaf: Any, rows: int) -> bool:
 
 
 def _is_array(leaf: Any) -> bool:
-    return bool(getattr(leaf, "ndim", 0)) and getattr(leaf.dtype, "kind", "V") not in "OSUMm"
+    return isinstance(leaf, np.ndarray | jax.Array) and leaf.ndim > 0 and leaf.dtype.kind not in "OSUMm"
 
 
 def _shares(sharding: NamedSharding) -> int:

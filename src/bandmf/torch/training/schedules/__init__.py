@@ -49,6 +49,7 @@ class Schedules:
         )
         self._after_first: list[Any] = []  # where the schedulers were then
         self._stepped: list[LRScheduler] = []  # in the last rehearsal
+        self._rehearsals = 0
 
     def end_rehearsal(self, in_pieces: bool = False) -> None:
         """Put everything back; fail if the loop sets rates of its own that follow the number of rehearsals.
@@ -59,12 +60,15 @@ class Schedules:
         after = _shown(settings)
         made = [set(group) for group in settings] != [set(group) for group in self._settings]
         # A scheduler that was made during a rehearsal has a state that nobody knows from before.
-        if made or (self._after not in (None, after) and not self._by_metric()):
-            raise RuntimeError(_COUNTED)
         stepped = [each for each, state in self._schedulers if _counts(vars(each)) != _counts(state)]
-        if in_pieces and (omitted := [each for each in self._stepped if each not in stepped]):
+        # A loop may call once, as it sees the number of steps for the first time.
+        omitted = [] if self._rehearsals == 1 else [each for each in self._stepped if each not in stepped]
+        seen_first = self._rehearsals == 1 and bool(self._stepped) and not stepped
+        if made or (self._after not in (None, after) and not self._by_metric() and not seen_first):
+            raise RuntimeError(_COUNTED)
+        if in_pieces and omitted:
             raise RuntimeError(BY_BATCHES.format(name=type(not_inside(omitted)[0]).__name__))
-        self._after, self._stepped = after, stepped
+        self._after, self._stepped, self._rehearsals = after, stepped, self._rehearsals + 1
         self.put_back()
 
     def end_piece(self) -> None:

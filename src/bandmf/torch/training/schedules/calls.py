@@ -17,12 +17,15 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from bandmf.torch.training.schedules import BY_BATCHES, Known, counts_of, not_inside
 
+_FIRST_TWO = 2  # rehearsals
+
 
 class Calls:
     """After which batches one scheduler or average was called, as far as that is known."""
 
     def __init__(self) -> None:
         self._rehearsal: bool | None = None  # after the last one
+        self._rehearsals = 0
         self._pieces: bool | None = None  # after those of the step at hand
         self._last: bool | None = None  # after the last piece of the step before
 
@@ -30,7 +33,9 @@ class Calls:
         """Record a batch; False if a loop that goes by steps cannot have called as this one did."""
         if kind == "rehearsal":
             before, self._rehearsal = self._rehearsal, called
-            return called or not before  # it may begin to call
+            self._rehearsals += 1
+            # It may begin to call; or call once, as the number of steps is seen for the first time.
+            return called or not before or self._rehearsals <= _FIRST_TWO
         if kind == "piece":
             before, self._pieces = self._pieces, called
             return before in (None, called)
