@@ -280,6 +280,41 @@ def test_loaders_that_encode_or_use_their_memory_again_are_right():
         np.testing.assert_allclose(rows.data[rows.mask], load(np.arange(9)), rtol=1e-3, atol=1e-3)
 
 
+def test_texts_that_are_longer_in_a_later_batch_are_refused():
+    """Padded to a multiple of eight, all were alike at first; one long text moved the sum by 17 clip norms."""
+
+    def tokens(indices):
+        return np.ones((len(indices), 64 if max(indices) > 100 else 8), np.int32)
+
+    source = Source(tokens, ROWS, ROWS, 16, None)
+    source.rows(np.arange(9))
+    with pytest.raises(ValueError, match=r"gives rows of another shape .*pad rows to one length"):
+        source.rows(np.arange(99, 108))
+
+
+def test_a_loader_with_too_few_examples_is_warned_of():
+    """An array of JAX gives its last row for all indices beyond it, whose example counted thirteen times."""
+    few = jnp.asarray(DATA[: ROWS // 2])
+    with pytest.warns(
+        UserWarning, match=r"data: the last examples are all the same; if there are fewer than"
+    ):
+        Source(lambda indices: few[indices], ROWS, ROWS, 16, None).rows(np.arange(9))
+
+
+@pytest.mark.parametrize("count", [7, 11])
+def test_a_loader_with_another_number_of_rows_is_refused_in_a_sentence(count):
+    with pytest.raises(ValueError, match=rf"data={count}: must give one row for each of"):
+        Source(lambda indices: DATA[:count], ROWS, ROWS, 16, None).rows(np.arange(9))
+
+
+def test_imaginary_parts_are_looked_at_too():
+    def load(indices):
+        return DATA[indices] + 1j * (DATA[indices] - DATA[indices].mean(0))
+
+    with pytest.raises(ValueError, match="gives other rows"):
+        Source(load, ROWS, ROWS, 16, None).rows(np.arange(9))
+
+
 def test_tensors_of_other_libraries_are_refused_in_a_sentence():
     torch = pytest.importorskip("torch")
     with pytest.raises(ValueError, match=r"data='Tensor': must be a pytree of arrays"):
@@ -298,7 +333,7 @@ def test_rows_are_loaded_again_at_the_first_batch_alone():
     source = Source(load, ROWS, ROWS, 16, None)
     for step in range(3):
         Batch(step, np.arange(9), source).sum(partial(GRADIENT, WEIGHTS))
-    assert calls == [16, 9, 5, 4, 16, 16, 16, 16]
+    assert calls == [16, 9, 5, 4, 32, 32, 16, 16, 16, 16]
 
 
 def test_results_whose_shapes_follow_the_mask_are_added_up_where_they_can_be():

@@ -118,7 +118,7 @@ def restore(run: Run, tree: Any, check: Callable[[Any], Any]) -> Any:
     own = known.run_id == run.run_id
     history = _history(state)
     _check_shapes(contents["shapes"], leaves, history)
-    _check_kinds(contents["kinds"], leaves)
+    _check_kinds(contents.get("kinds", {}), leaves)
     read = _read(found[-1], contents["shapes"], leaves | history)
     if own:
         provenance = Provenance.loads(contents["noise"])
@@ -265,7 +265,7 @@ def _check_shapes(saved: dict[str, Any], leaves: dict[str, Any], history: dict[s
 def _check_kinds(saved: dict[str, str], leaves: dict[str, Any]) -> None:
     """Refuse to make other numbers of those that were saved."""
     for name, leaf in leaves.items():
-        if saved[name] != str(leaf.dtype):
+        if saved.get(name, str(leaf.dtype)) != str(leaf.dtype):
             raise _check.fail(
                 f"dtype of {name}", str(leaf.dtype), f"the checkpoint has {saved[name]}",
                 "give a tree of that type, and convert it after run.restore",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from bandmf import _check
 from bandmf.randomness.stream import Indices
 
 _AGAIN = 40  # times that rows are loaded again, to see whether they are random
+_MANY = 32  # examples that are all the same
 _ROUNDING = 1e-3  # of the largest number: products of matrices round otherwise for other numbers of rows
 
 
@@ -24,9 +26,7 @@ def check_loads_apart(load: Callable[[Indices], Any], indices: Indices) -> None:
     together = np.concatenate(halves)
     whole, *parts = (_loaded(load, part) for part in (together, *halves))
     if any(len(part) != len(whole) for part in parts) or len({_shapes(part) for part in (whole, *parts)}) > 1:
-        raise _refused(
-            load, "rows of another shape", "pad rows to one length: every shape is compiled by itself"
-        )
+        raise of_another_shape(load)
     if not _differ(whole, [np.concatenate(leaves) for leaves in zip(*parts, strict=True)]):
         return
     if not any(_differ(whole, _loaded(load, together)) for _ in range(_AGAIN)):  # nor are they random
@@ -35,9 +35,36 @@ def check_loads_apart(load: Callable[[Indices], Any], indices: Indices) -> None:
         )
 
 
+def warn_of_repeated(load: Callable[[Indices], Any], examples: int) -> None:
+    """Indices beyond the end of an array of JAX are the last one: its example would count many times."""
+    many = min(examples // 2, _MANY)
+    last = _loaded(load, np.linspace(examples - 1 - examples // 8, examples - 1, many).astype(np.int64))
+    first = _loaded(load, np.linspace(0, examples // 2, many).astype(np.int64))
+    if many == _MANY and _is_one_row(last) and not _is_one_row(first):
+        warnings.warn(
+            f"data: the last examples are all the same; if there are fewer than examples={examples}, the last one "
+            "counts for all that are not there: plan for the examples that there are",
+            stacklevel=2,
+        )
+
+
+def _is_one_row(leaves: list[Any]) -> bool:
+    return all(bool((leaf == leaf[:1]).all()) for leaf in leaves)
+
+
+def of_another_shape(load: Callable[[Indices], Any]) -> ValueError:
+    return _refused(
+        load, "rows of another shape", "pad rows to one length: every shape is compiled by itself"
+    )
+
+
 def _loaded(load: Callable[[Indices], Any], indices: Indices) -> list[Any]:
     """Copies, as a function may use its memory again."""
-    return [np.array(_bits(leaf)) for leaf in jax.tree.leaves(load(indices))]
+    leaves = [np.array(_bits(leaf)) for leaf in jax.tree.leaves(load(indices))]
+    for leaf in leaves:
+        if len(leaf) != len(indices):
+            raise _check.fail("data", len(leaf), f"must give one row for each of {len(indices)} indices")
+    return leaves
 
 
 def _shapes(leaves: list[Any]) -> tuple[Any, ...]:
@@ -60,6 +87,8 @@ def _differ(some: list[Any], others: list[Any]) -> bool:
 def _is_other(one: Any, other: Any) -> bool:
     if not jnp.issubdtype(one.dtype, jnp.inexact):
         return one.tobytes() != other.tobytes()
+    if jnp.issubdtype(one.dtype, jnp.complexfloating):
+        return _is_other(one.real, other.real) or _is_other(one.imag, other.imag)
     one, other = (array.astype(np.float64) for array in (one, other))
     largest = np.abs(one[np.isfinite(one)]).max(initial=0.0)
     return not np.allclose(one, other, rtol=0, atol=_ROUNDING * largest, equal_nan=True)

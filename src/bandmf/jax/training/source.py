@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from bandmf import _check
-from bandmf.jax.training.loaders import check_loads_apart
+from bandmf.jax.training.loaders import check_loads_apart, of_another_shape, warn_of_repeated
 from bandmf.jax.training.trials import Mixed, Trials
 from bandmf.randomness.stream import Indices
 
@@ -49,6 +49,7 @@ class Source:
     ) -> None:
         self._load = data if callable(data) else partial(_take, _checked(data, examples))
         self._loads_apart = not callable(data)  # whether rows are known not to depend on others
+        self._rows_alike: Any = None  # shapes and types of rows, once there were any
         self._examples, self._sharding, self.trials = examples, sharding, Trials()
         self._share = 1 if sharding is None else _shares(sharding)
         if capacity is None:
@@ -144,9 +145,15 @@ class Source:
         if not self._loads_apart and valid.sum() > 1:
             _check_arrays(jax.tree.leaves(self._load(asked)))
             check_loads_apart(self._load, places[valid])
+            if jax.process_count() == 1:  # others may not have all examples
+                warn_of_repeated(self._load, self._examples)
             self._loads_apart = True
         found = self._load(asked)
         _check_arrays(jax.tree.leaves(found))
+        alike = [(leaf.shape[1:], leaf.dtype) for leaf in jax.tree.leaves(found)]
+        if self._rows_alike not in (None, alike):
+            raise of_another_shape(self._load)
+        self._rows_alike = alike
         return jax.tree.map(lambda leaf: _masked(leaf, valid, _pads_with_nan()), found)
 
 
@@ -241,7 +248,10 @@ def _is_long(leaf: Any, rows: int) -> bool:
 
 
 def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, np.ndarray | jax.Array) and leaf.ndim > 0 and leaf.dtype.kind not in "OSUMm"
+    if not isinstance(leaf, np.ndarray | jax.Array) or isinstance(leaf, np.ma.MaskedArray) or not leaf.ndim:
+        return False
+    kind = getattr(leaf.dtype, "kind", "V")  # random keys have none
+    return kind not in "OSUMm" and getattr(leaf.dtype, "names", None) is None
 
 
 def _shares(sharding: NamedSharding) -> int:
