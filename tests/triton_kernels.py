@@ -230,7 +230,7 @@ def check_grams_and_totals() -> None:
     import torch
 
     from bandmf.torch.clipping import fused
-    from bandmf.torch.clipping.contributions import Totals
+    from bandmf.torch.clipping.contributions.totals import Totals
     from bandmf.torch.clipping.norms.outers import gram
     from bandmf.torch.clipping.products import live_places
 

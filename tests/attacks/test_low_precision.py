@@ -62,6 +62,36 @@ def test_a_rule_that_gives_half_precision_is_added_up_in_full(own_rule):
     assert float((totals[1] - totals[0]).norm()) <= 0.05 * (1 + 1e-4)
 
 
+class Mixed(nn.Module):
+    """A matrix product for every kind of layer whose sum takes one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.conv, self.out = nn.Linear(40, 40), nn.Conv1d(5, 6, 3), nn.Linear(6 * 38, 3)
+
+    def forward(self, x):
+        return self.out(self.conv(self.first(x).tanh()).flatten(1))
+
+
+@pytest.mark.parametrize("mode", ["auto", "hooks", "functorch"])
+def test_a_step_inside_of_autocast_rounds_no_sum(mode):
+    """As it was, one example moved the sum by 1.0018 times the clip norm."""
+
+    def all_inside(private, batch):
+        private.model(batch[0]).sum().backward()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            private.optimizer.step()
+
+    found = []
+    for seed in range(8):
+        torch.manual_seed(seed)
+        model, data = Mixed(), Rows([(30 * torch.randn(5, 40), torch.tensor(0))])
+        moved = outcome(model, data, mode, all_inside, clip_norm=1.0, loss_reduction="sum", self_test=False)
+        found.append(float(moved.total.double().norm()))
+    assert max(found) <= 1 + 1e-6
+    assert min(found) > 1 - 1e-4
+
+
 class Words(nn.Module):
     def __init__(self):
         super().__init__()

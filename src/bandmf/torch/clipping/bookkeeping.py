@@ -20,20 +20,17 @@ from bandmf.torch.clipping.contributions import (
     Contribution,
     Outer,
     Pack,
-    Patches,
     Rows,
-    Totals,
     join,
-    settle,
     write_out_thin,
 )
+from bandmf.torch.clipping.contributions.totals import Totals
 from bandmf.torch.clipping.layers import layers_of
 from bandmf.torch.clipping.norms import Terms, squares_apart, total_squares
 from bandmf.torch.clipping.products import PORTION, fuses, widened
 from bandmf.torch.clipping.protocol import Clipping, Parameters, clip_factors, clip_limit
 from bandmf.torch.clipping.recording import Recorder, replace_forward, restore_forward
 from bandmf.torch.clipping.refusals import (
-    UnsupportedError,
     edited,
     late_backward,
     used_by_function,
@@ -78,7 +75,7 @@ class Bookkeeping:
 
     @property
     def half_precision(self) -> set[torch.dtype]:
-        kinds = {entry.gradient.dtype for entry in self._recorder.peek()} | self._recorder.autocast
+        kinds = {entry.dtype for entry in self._recorder.peek()} | self._recorder.autocast
         return {kind for kind in kinds if torch.finfo(kind).bits < 32}
 
     @torch.no_grad()
@@ -108,31 +105,28 @@ class Bookkeeping:
         """What was recorded, by parameter: small gradients in packs, one for each device, and the rest."""
         if self._recorder.late:
             raise late_backward()
+        for entry in self._recorder.peek():
+            if entry.rows != rows:
+                raise wrong_rows(next(iter(entry.layer.names.values())), entry.rows, rows)
         if self._recorder.failure is not None:
-            raise UnsupportedError(
-                f"clipping: torch.func cannot give the gradients of single examples here "
-                f"({self._recorder.failure}); register a rule with bandmf.torch.clipping.rule"
-            ) from self._recorder.failure
+            raise self._recorder.failure
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 raise self._by_another_way(name)
-        terms: dict[str, list[Contribution | Totals]] = {}
-        for entry in self._recorder.peek():
+        terms: Terms = {}
+        for entry in self._recorder.settle():
             names = entry.layer.names
-            if entry.gradient.shape[entry.layer.batch] != rows:
-                name = next(iter(names.values()))
-                raise wrong_rows(name, entry.gradient.shape[entry.layer.batch], rows)
-            for own, contribution in entry.contributions().items():
-                if own in names:  # the rest is frozen
-                    self._check_shape(names[own], contribution, rows)
-                    # Sums of half-precision tensors would be rounded as a whole, by what all examples are.
-                    wider = widened(contribution) if isinstance(contribution, Tensor) else contribution
-                    terms.setdefault(names[own], []).append(wider)
+            for own, contribution in entry.described.items():
+                assert not isinstance(contribution, Totals)  # all are settled
+                self._check_shape(names[own], contribution, rows)
+                # Sums of half-precision tensors would be rounded as a whole, by what all examples are.
+                wider = widened(contribution) if isinstance(contribution, Tensor) else contribution
+                terms.setdefault(names[own], []).append(wider)
         if not terms:
             raise RuntimeError(
                 "no gradients were recorded: call loss.backward() on this batch before optimizer.step()"
             )
-        joined = {name: join(several) for name, several in sorted(settle(terms).items())}
+        joined = {name: join(several) for name, several in sorted(terms.items())}
         written = write_out_thin(joined)
         _count_places(written)
         return _pack(written)
@@ -147,7 +141,7 @@ class Bookkeeping:
                 return used_by_function(name, layer.path, called)
         return used_elsewhere(name)
 
-    def _check_shape(self, name: str, contribution: Contribution | Totals, rows: int) -> None:
+    def _check_shape(self, name: str, contribution: Contribution, rows: int) -> None:
         """For rules of the user's own."""
         shape = self._parameters[name].shape
         if not _fits(contribution, rows, shape):
@@ -208,7 +202,7 @@ class Bookkeeping:
         self._written.remove()
 
 
-def _fits(given: Contribution | Totals, rows: int, shape: torch.Size) -> bool:
+def _fits(given: Contribution, rows: int, shape: torch.Size) -> bool:
     """Whether it describes the gradients of so many examples, of a parameter of this shape."""
     if isinstance(given, Tensor):
         return given.ndim > 0 and len(given) == rows and given.numel() == rows * shape.numel()
@@ -218,10 +212,7 @@ def _fits(given: Contribution | Totals, rows: int, shape: torch.Size) -> bool:
     if isinstance(given, Rows):
         same = given.values.ndim == 3 and given.indices.shape == given.values.shape[:2]
         return same and given.examples == rows and given.values.shape[2:] == shape[1:]
-    if isinstance(given, Patches):
-        return len(given.input) == len(given.gradient) == rows and given.gradient.shape[1] == shape[0]
-    same = given.input is None or given.input.shape == given.gradient.shape
-    return same and len(given.gradient) == rows and given.gradient.shape[2:].numel() == shape.numel()
+    return len(given.input) == len(given.gradient) == rows and given.gradient.shape[1] == shape[0]
 
 
 def _count_places(terms: Terms) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,10 +25,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
+from bandmf.torch.clipping.contributions.totals import Described, Unsettled, settle
 from bandmf.torch.clipping.fallback import Call, Seen, changed
-from bandmf.torch.clipping.refusals import refuse_packed
-from bandmf.torch.clipping.rules import Described, Rule, convolution, embedding, linear
+from bandmf.torch.clipping.refusals import not_by_function, refuse_packed
+from bandmf.torch.clipping.rules import Rule, convolution, embedding, linear
 from bandmf.torch.clipping.watch import Turns
+from bandmf.torch.noise.precision import plain_arithmetic
 
 _ANCHOR = torch.empty(0, requires_grad=True)  # gives outputs a backward pass where no input has one
 
@@ -56,23 +59,12 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """One use of a layer: its input and the gradient of its output, or gradients that torch.func found."""
+    """One use of a layer, and what it makes the gradients of its parameters of."""
 
     layer: Layer
-    rule: Rule | None
-    input: Tensor | None
-    gradient: Tensor
-    found: dict[str, Tensor] | None = None
-
-    def contributions(self) -> Described:
-        if self.found is not None:
-            return dict(self.found)
-        assert self.rule is not None
-        assert self.input is not None
-        a, g = self.input, self.gradient
-        if self.layer.batch:
-            a, g = a.movedim(self.layer.batch, 0), g.movedim(self.layer.batch, 0)
-        return self.rule(self.layer.module, a, g)
+    rows: int
+    dtype: torch.dtype  # of the gradient of its output
+    described: Described  # those that are trained; empty where that failed
 
 
 class Recorder(Turns):
@@ -81,35 +73,55 @@ class Recorder(Turns):
     def __init__(self) -> None:
         super().__init__()
         self._entries: list[Entry] = []
+        self._unsettled = Unsettled()
         self.rows: int | None = None  # examples of the batch that is recorded; None: nothing is
         self.failure: Exception | None = None
         self._seen: dict[Layer, Seen] = {}
+        self._lock = threading.Lock()  # every GPU has a thread of its own in the backward pass
 
     def begin(self, rows: int | None) -> None:
         """Forget what was noted; from now on a batch of so many examples is recorded."""
         self.next()
-        self._entries, self.failure, self.rows = [], None, rows
+        self.rows = rows
+        self.drop()
 
     def drop(self) -> None:
         """Forget the backward passes so far, as `zero_grad` does; one that is still to come is recorded."""
-        self._entries, self.failure = [], None
+        self._entries, self._unsettled, self.failure = [], Unsettled(), None
 
     def peek(self) -> list[Entry]:
         return self._entries
 
-    def receive(self, batch: int, entry: Entry) -> None:
-        """In the backward pass. Examples of an earlier batch have had their turn."""
-        if batch == self.batch:
-            self._entries.append(entry)
-        else:
+    def settle(self) -> list[Entry]:
+        """All entries, with sums over places added up."""
+        settle([entry.described for entry in self._entries])
+        self._unsettled = Unsettled()
+        return self._entries
+
+    def receive(self, batch: int, layer: Layer, rule: Rule, given: Tensor, gradient: Tensor) -> None:
+        """In the backward pass. Examples of an earlier batch have had their turn.
+
+        What is small is computed at once, so that inputs and gradients of convolutions and of normalizing layers do not
+        wait in memory for the end of the pass.
+        """
+        if batch != self.batch:
             self.late = True
+            return
+        described: Described = {}
+        with self._lock, plain_arithmetic():
+            try:
+                described = _describe(layer, rule, given, gradient)
+                self._unsettled.add(described)
+            except Exception as error:  # it must not pass through the user's backward pass half-way
+                self.failure = self.failure or error
+            self._entries.append(Entry(layer, gradient.shape[layer.batch], gradient.dtype, described))
 
     def note(self, layer: Layer, rule: Rule, given: Tensor, output: Tensor) -> Tensor:
         """The output, tied to an entry that its backward pass will make."""
         batch = self.own_batch
 
         def receive(saved: tuple[Tensor, ...], gradient: Tensor) -> None:
-            self.receive(batch, Entry(layer, rule, saved[0], gradient))
+            self.receive(batch, layer, rule, saved[0], gradient)
 
         alone = _memory(output) is not _memory(given)
         return _Note.apply(_ANCHOR, receive, alone, output, given.detach())
@@ -138,9 +150,10 @@ class Recorder(Turns):
             rows, self.rows = self.rows, None  # what torch.func runs is not recorded
             try:
                 found = call.gradients(saved, gradient, number)
-                self._entries.append(Entry(call.layer, None, None, gradient, found))
+                rows_found = gradient.shape[call.layer.batch]
+                self._entries.append(Entry(call.layer, rows_found, gradient.dtype, dict(found)))
             except Exception as error:  # it must not pass through the user's backward pass half-way
-                self.failure = self.failure or error
+                self.failure = self.failure or not_by_function(error)
             finally:
                 self.rows = rows
 
@@ -286,7 +299,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         given, weight = ctx.saved_tensors  # once: checkpointing does not give them a second time
         layer = ctx.recorded.layer
-        ctx.recorded.recorder.receive(ctx.batch, Entry(layer, layer.rule, given, gradient))
+        ctx.recorded.recorder.receive(ctx.batch, layer, layer.rule, given, gradient)
         return gradient @ weight if ctx.needs_input_grad[0] else None, None, None, None
 
 
@@ -310,6 +323,13 @@ class _Note(torch.autograd.Function):
         saved = ctx.saved_tensors  # once: checkpointing does not give them a second time
         ctx.receive(saved, gradient)
         return None, None, None, gradient, *[None] * len(saved)
+
+
+def _describe(layer: Layer, rule: Rule, a: Tensor, g: Tensor) -> Described:
+    """What its rule says of the parameters that are trained."""
+    if layer.batch:
+        a, g = a.movedim(layer.batch, 0), g.movedim(layer.batch, 0)
+    return {name: term for name, term in rule(layer.module, a, g).items() if name in layer.names}
 
 
 def _memory(tensor: Tensor) -> Tensor:

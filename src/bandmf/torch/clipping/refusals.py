@@ -89,6 +89,16 @@ def _mixes(module: Any) -> tuple[str, str] | None:
     return None
 
 
+def not_by_function(error: Exception) -> UnsupportedError:
+    """The error for a layer without a rule whose gradients torch.func does not give."""
+    found = UnsupportedError(
+        f"clipping: torch.func cannot give the gradients of single examples here ({error}); register a rule with "
+        "bandmf.torch.clipping.rule"
+    )
+    found.__cause__ = error
+    return found
+
+
 def refuse_shared_memory(model: nn.Module) -> None:
     """Refuse two parameters in the same memory."""
     for finding in shared_memory(model):

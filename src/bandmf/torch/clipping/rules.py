@@ -30,10 +30,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bandmf.torch.clipping.contributions import Contribution, Outer, Patches, Rows, Totals
+from bandmf.torch.clipping.contributions import Contribution, Outer, Patches, Rows
+from bandmf.torch.clipping.contributions.totals import Described, Totals
 from bandmf.torch.clipping.products import wide
 
-Described = dict[str, Contribution | Totals]
 Rule = Callable[[Any, Tensor, Tensor], Described]
 
 _RULES: dict[type[nn.Module], Rule] = {}
@@ -123,9 +123,7 @@ def embedding(layer: Any, a: Tensor, g: Tensor) -> Described:
 @rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def convolution(layer: Any, a: Tensor, g: Tensor) -> Described:
     """y_t = W p_t + b with patches p_t of the padded input: sum_t g_t p_t', in each group by itself, and sum_t g_t."""
-    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    patches = Patches(functional.pad(a, layer._reversed_padding_repeated_twice, mode=mode), g, layer)
-    shape = layer.weight.shape
+    patches, shape = Patches(a, g, layer), layer.weight.shape
     weight: Contribution = patches
     if layer.groups > 1:
         weight = grouped(patches, shape)

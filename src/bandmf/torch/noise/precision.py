@@ -7,7 +7,7 @@ older one refuses to answer.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -46,6 +46,18 @@ def exact() -> Iterator[None]:
             yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def plain_arithmetic() -> Iterator[None]:
+    """Without a graph of its own, and without autocast, which would round what is added up."""
+    with ExitStack() as stack:
+        if torch.is_grad_enabled():
+            stack.enter_context(torch.no_grad())
+        if torch._C._is_any_autocast_enabled():
+            for device in ("cpu", "cuda"):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 @contextmanager

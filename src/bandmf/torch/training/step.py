@@ -30,6 +30,7 @@ from bandmf.torch.clipping.protocol import Clipping
 from bandmf.torch.clipping.refusals import frozen_later
 from bandmf.torch.clipping.watch import Watch
 from bandmf.torch.noise.engine import Engine
+from bandmf.torch.noise.precision import plain_arithmetic
 from bandmf.torch.training.generators import Generators
 from bandmf.torch.training.ranks import Ranks
 from bandmf.torch.training.self_test import Rehearsal, SelfTest
@@ -198,6 +199,7 @@ class Stepper:
         self.clipping.record(None)
         self.clipping.clear()
 
+    @plain_arithmetic()  # a loop may call it where autocast is on
     def consume(self, loss_scale: float = 1.0) -> bool:
         """Clip and add up the batch; when its step is complete, release it into the `.grad`s and return True.
 
