@@ -36,7 +36,7 @@ STEPS = 4096
 
 @dataclass
 class Kind:
-    """One way to train: a step, and the memory that it holds between steps, noise aside."""
+    """One way to train: a step, and the memory that it holds between steps, noise and data set aside."""
 
     step: Callable[[], None]
     held: float
@@ -47,7 +47,7 @@ class Work:
 
     def __init__(self, setting: Setting, device: str, precision: str) -> None:
         self.setting, self.device, self.precision = setting, device, precision
-        self.noise_bytes = 0
+        self.aside = 0  # bytes of noise and of the data set, which do not count
         self.private: Any = None
 
     def fresh(self, for_opacus: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -108,7 +108,8 @@ class Work:
 
         self.private = private
         vectors = [executor.vectors for executor in private.stepper.noise.executors.values()]
-        self.noise_bytes = sum(each.history.nbytes + each.prepared.nbytes for each in vectors)
+        self.aside = sum(each.history.nbytes + each.prepared.nbytes for each in vectors)
+        self.aside += sum(each.nbytes for each in data.tensors) if self.device == "cuda" else 0
         return step
 
     def plan(self) -> Plan:
@@ -174,8 +175,8 @@ def measure(work: Work, kinds: list[str], steps: int) -> list[dict[str, Any]]:
             step = KINDS[name](work)
             for _ in range(3):
                 step()
-            noise = work.noise_bytes if name.startswith("bandmf") else 0
-            made[name] = Kind(step, allocated(work.device) - before - noise)
+            aside = work.aside if name.startswith("bandmf") else 0
+            made[name] = Kind(step, allocated(work.device) - before - aside)
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {str(error)[:60]}"
             gc.collect()

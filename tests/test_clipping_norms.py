@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from bandmf.torch.clipping import Outer, Rows, contributions, make_clipping, norms, rules
-from bandmf.torch.clipping.contributions import Patches
+from bandmf.torch.clipping import Outer, Rows, make_clipping, norms, rules
+from bandmf.torch.clipping.contributions import Patches, patches
 from bandmf.torch.clipping.norms import rounding, squares_apart
 from clipping_cases import (
     CASES,
@@ -69,13 +71,13 @@ def test_per_layer_every_parameter_is_clipped_to_its_share():
 
 def test_large_convolutions_are_clipped_in_portions(monkeypatch):
     monkeypatch.setattr(rules, "_SMALL", 0)
-    monkeypatch.setattr(contributions, "IN_CACHE", 1500)
+    monkeypatch.setattr(patches, "IN_CACHE", 1500)
     torch.manual_seed(0)
     case = CASES["conv2d, same and dilated"]()
     case.model.layer = nn.Conv2d(4, 40, 5, padding="same", dilation=2)
-    patches = rules.convolution(case.model.layer, case.inputs[0], torch.zeros(ROWS, 40, 7, 6))["weight"]
-    assert isinstance(patches, Patches)
-    assert len(list(patches.portions())) > 1
+    described = rules.convolution(case.model.layer, case.inputs[0], torch.zeros(ROWS, 40, 7, 6))["weight"]
+    assert isinstance(described, Patches)
+    assert len(list(described.portions())) > 1
     assert_right(errors(case))
 
 
@@ -123,13 +125,13 @@ def bias_forgotten(monkeypatch):
 
 
 def dilation_forgotten(monkeypatch):
-    unfold = contributions.unfold
+    unfold = patches.unfold
 
-    def spoiled(padded, layer, outputs):
-        layer = type("Spoiled", (), {**vars(layer), "dilation": tuple(1 for _ in layer.dilation)})
-        return unfold(padded, layer, outputs)
+    def spoiled(given):
+        layer = type("Spoiled", (), {**vars(given.layer), "dilation": tuple(1 for _ in given.layer.dilation)})
+        return unfold(replace(given, layer=layer))
 
-    monkeypatch.setattr(contributions, "unfold", spoiled)
+    monkeypatch.setattr(patches, "unfold", spoiled)
 
 
 def epsilon_forgotten(monkeypatch):

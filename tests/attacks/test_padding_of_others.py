@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from bandmf.torch.clipping import Outer, contributions, make_clipping, norms
+from bandmf.torch.clipping import Outer, make_clipping, norms
+from bandmf.torch.clipping.contributions import outer
 from bandmf.torch.clipping.norms import rounding
 from bandmf.torch.clipping.products import live_places
 from one_at_a_time import empty_sums, flat, trained
@@ -201,7 +202,7 @@ def all_places_count(monkeypatch):
     def everywhere(some, *others):
         return torch.ones(some.shape[:2], dtype=torch.bool)
 
-    monkeypatch.setattr(contributions, "live_places", everywhere)
+    monkeypatch.setattr(outer, "live_places", everywhere)
     monkeypatch.setattr(norms, "live_places", everywhere)
 
 

@@ -6,7 +6,7 @@ from functools import cache
 from importlib.util import find_spec
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 PORTION = 1 << 25  # numbers that are written out at a time, where gradients must be
 IN_CACHE = 1 << 20  # the same where they pass through the cache of a CPU
@@ -85,18 +85,6 @@ def in_places(tensor: Tensor) -> Tensor:
     if tensor.ndim == 2:
         return tensor[:, None]
     return tensor if tensor.ndim == 3 else tensor.flatten(1, -2)
-
-
-def unfold(padded: Tensor, layer: nn.Module, outputs: torch.Size) -> Tensor:
-    """The patches that a convolution sees, (examples, channels, places in the kernel, *outputs), as one copy."""
-    padded = padded.contiguous()
-    kernel, stride, dilation = (getattr(layer, name) for name in ("kernel_size", "stride", "dilation"))
-    batch, channel, *space = padded.stride()
-    inside = [step * by for step, by in zip(space, dilation, strict=True)]
-    across = [step * by for step, by in zip(space, stride, strict=True)]
-    shape = (*padded.shape[:2], *kernel, *outputs)
-    view = padded.as_strided(shape, (batch, channel, *inside, *across))
-    return view.reshape(*padded.shape[:2], -1, *outputs)
 
 
 _GLANCE = 16  # features; a vector that is not zero mostly shows it in these

@@ -82,7 +82,8 @@ class Outer:
         everybody = slice(None)
         if self.is_short:
             return [Group(everybody, self, True)]
-        short = [n for n, count in enumerate(self.counts) if count <= self.few]
+        few = self.few
+        short = [n for n, count in enumerate(self.counts) if count <= few]
         if not short:
             return [Group(everybody, self, False)]
         which = torch.tensor(short, device=self.device)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from bandmf.torch.clipping.contributions.outer import Outer
-from bandmf.torch.clipping.products import IN_CACHE, PORTION, unfold
+from bandmf.torch.clipping.products import IN_CACHE, PORTION
 from bandmf.torch.noise.precision import exact
 
 
@@ -41,8 +41,7 @@ class Patches:
         return functional.pad(self.input, self.layer._reversed_padding_repeated_twice, mode=mode)
 
     def outer(self) -> Outer:
-        patches = unfold(self.padded(), self.layer, self.gradient.shape[2:])
-        outer = Outer(self.gradient.flatten(2).mT, patches.flatten(3).flatten(1, 2).mT)
+        outer = Outer(self.gradient.flatten(2).mT, unfold(self).mT)
         if self.gradient.ndim > 3:  # images of a batch are of one size; texts are padded
             outer.remember(counts=[outer.left.shape[1]] * self.examples)
         return outer
@@ -73,3 +72,14 @@ class Patches:
 
     def write_out(self, shape: torch.Size) -> Tensor:
         return torch.cat([outer.write_out(shape) for _, outer in self.portions()])
+
+
+def unfold(patches: Patches) -> Tensor:
+    """What the kernel sees at each place, (examples, channels * places in the kernel, places), as one copy."""
+    layer, outputs, padded = patches.layer, patches.gradient.shape[2:], patches.padded().contiguous()
+    batch, channel, *space = padded.stride()
+    inside = [step * by for step, by in zip(space, layer.dilation, strict=True)]
+    across = [step * by for step, by in zip(space, layer.stride, strict=True)]
+    shape = (*padded.shape[:2], *layer.kernel_size, *outputs)
+    view = padded.as_strided(shape, (batch, channel, *inside, *across))
+    return view.reshape(len(padded), -1, outputs.numel())
