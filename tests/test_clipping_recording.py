@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import types
 
 import pytest
@@ -172,3 +173,51 @@ def test_examples_without_places_add_nothing():
     sums = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     assert clipping.add_to(sums, 3, 3, 1.0) == 0
     assert not any(total.any() for total in sums.values())
+
+
+class Norms(nn.Module):
+    """Convolutions and normalizing layers, whose gradients are small beside their inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.group, self.layer = (
+            nn.Conv2d(2, 4, 3, padding=1),
+            nn.GroupNorm(2, 4),
+            nn.LayerNorm(16),
+        )
+
+    def forward(self, x):
+        return self.layer(self.group(self.conv(x)).tanh()).sin()
+
+
+def test_inputs_of_convolutions_and_normalizing_layers_do_not_wait_for_the_step():
+    """Of a ViT, they took a quarter of the memory."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Norms(), nn.Linear(16, 3))
+    clipping = make_clipping("bookkeeping", model, dict(model.named_parameters()), 1.0, False)
+    clipping.record(5)
+    model(torch.randn(5, 2, 16, 16)).sum().backward()
+    small = {name: 5 * parameter.numel() for name, parameter in model.named_parameters()}
+    held = {}
+    for entry in clipping._recorder.peek():
+        for name, term in entry.described.items():
+            held[entry.layer.names[name]] = term.numel() if isinstance(term, torch.Tensor) else math.inf
+    assert [name for name in small if held[name] > small[name]] == [
+        "1.weight",
+        "1.bias",
+    ]  # of the linear layer
+
+
+def test_a_rule_that_fails_is_told_of_by_the_step_and_not_inside_of_the_backward_pass():
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+    clipping = make_clipping("bookkeeping", model, dict(model.named_parameters()), 1.0, False)
+
+    def broken(layer, a, g):
+        raise ZeroDivisionError("of the rule")
+
+    layer = next(layer for layer in clipping.layers if layer.path == "1")
+    vars(layer)["rule"] = broken
+    clipping.record(2)
+    model(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(ZeroDivisionError, match="of the rule"):
+        clipping.add_to({name: torch.zeros_like(p) for name, p in model.named_parameters()}, 2, 2, 1.0)
