@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -48,6 +49,25 @@ settings.load_profile("bandmf")
 def pytest_collection_modifyitems(items):
     """Works with --no-loadscope-reorder: else files with few tests come last."""
     items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST))
+
+
+def pytest_collection_finish():
+    """What was imported stays: no collection of garbage need look at it again."""
+    gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def compiled_quickly():
+    """For programs that run for milliseconds and are compiled for seconds: lets XLA try less hard.
+
+    Not for tests of rounding, which is another in programs that are optimized: they shall have none of these.
+    """
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,7 @@ from noise_families import (
     oracle_noise,
     toeplitz,
 )
+from sweeps import spread
 
 ALL = [(engine, family) for engine in ENGINES for family in FAMILIES]
 
@@ -393,7 +394,7 @@ def test_torch_noise_does_not_depend_on_the_users_threads_and_precision():
     assert largest_difference(engine_noise, expected) < 2e-6
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", spread(FAMILIES, 6))
 def test_the_path_of_other_devices_gives_the_same_noise(family, monkeypatch):
     """What runs on CUDA without Triton, here on the CPU: z drawn by torch, and no arrays of NumPy."""
     torch = pytest.importorskip("torch")

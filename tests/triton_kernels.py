@@ -26,7 +26,8 @@ GROUPS = {"w": (3, 700), "b": (5,)}  # w reaches into a second group of 2048 coo
 CASES = {
     "identity": (Identity(1), GROUPS, {}),
     # A pass before step 8, which also begins to overwrite the ring; step 4 adds to the sums of the next three.
-    "look-ahead with an inner level": (toeplitz(10, 9), TWO, {"lookahead": 8}),
+    "look-ahead with an inner level": (toeplitz(10, 9), ONE, {"lookahead": 8}),
+    "look-ahead with an inner level for two": (toeplitz(10, 9), TWO, {"lookahead": 8}),
     "toeplitz": (toeplitz(4, 3), ONE, {}),
     "banded inverse": (BandedInverse([1, -0.5, 0.2], 3), ONE, {}),
     "banded inverse, kept": (BandedInverse([1.5, -0.5, 0.2], 4), GROUPS, {"kept_inputs": None}),
@@ -266,7 +267,10 @@ CHECKS = {
 
 
 # Slow ones, whose parts the others have: left to the sweep.
-SLOW = ("toeplitz", "banded inverse", "banded inverse, kept", "tree", "look-ahead in XLA")
+SLOW = (
+    "toeplitz", "banded inverse", "banded inverse, kept", "tree", "look-ahead in XLA",
+    "look-ahead with an inner level for two",
+)  # fmt: skip
 
 
 # As CASES, for the kernels that XLA launches; its look-ahead has no inner level.

@@ -16,6 +16,8 @@ from bandmf.jax.training.batches import Batch
 from bandmf.jax.training.source import Source
 from bandmf.jax.training.trials import comparing
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 ROWS, FEATURES = 128, 5
 DATA = np.random.default_rng(3).normal(size=(ROWS, FEATURES)).astype(np.float32)
 WEIGHTS = {"a": jnp.ones((FEATURES, 3)), "b": jnp.full((FEATURES, 2), 0.5)}
