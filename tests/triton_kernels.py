@@ -269,14 +269,19 @@ CHECKS = {
 # Slow ones, whose parts the others have: left to the sweep.
 SLOW = (
     "toeplitz", "banded inverse", "banded inverse, kept", "tree", "look-ahead in XLA",
-    "look-ahead with an inner level for two",
+    "look-ahead with an inner level for two", "banded inverse, partly kept, for two in XLA",
 )  # fmt: skip
 
 
 # As CASES, for the kernels that XLA launches; its look-ahead has no inner level.
 XLA_CASES = {
     "look-ahead in XLA": (toeplitz(7, 6), ONE, {"lookahead": 3}),
-    "banded inverse, partly kept, in XLA": (BandedInverse([1.5, -0.5, 0.2], 4), TWO, {"kept_inputs": 1}),
+    "banded inverse, partly kept, in XLA": (BandedInverse([1.5, -0.5, 0.2], 4), ONE, {"kept_inputs": 1}),
+    "banded inverse, partly kept, for two in XLA": (
+        BandedInverse([1.5, -0.5, 0.2], 4),
+        TWO,
+        {"kept_inputs": 1},
+    ),
 }
 
 

@@ -206,7 +206,7 @@ def by_one_part_in_a_million(monkeypatch):
 def test_planted_errors_are_found_by_the_attacks(plant, dtype, monkeypatch):
     plant(monkeypatch)
     with pytest.raises(AssertionError):
-        test_no_content_of_an_example_adds_more_than_the_clip_norm("bookkeeping", dtype, Bare, each_token)
+        test_no_content_of_an_example_adds_more_than_the_clip_norm("bookkeeping", dtype, (Bare, each_token))
 
 
 # --- by the model ---------------------------------------------------------------------------------------
