@@ -31,8 +31,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Minutes in few tests. Begun first: no worker shall be left alone with one of them when all others are done.
 FIRST = (
-    "test_examples", "test_notebooks", "test_jax_mesh", "test_noise_triton", "test_torch_ranks", "test_web",
-    "test_docs_pages", "test_readme", "test_jax_restart", "test_forks", "test_torch_restart", "test_jax_docs",
+    "test_examples", "test_jax_mesh", "test_notebooks", "test_noise_triton", "test_cli", "test_torch_ranks", "test_web",
+    "test_readme", "test_truth_optimizers", "test_docs_pages", "test_jax_restart", "test_training_loops",
+    "test_torch_restart", "test_jax_docs",
 )  # fmt: skip
 REFERENCE = Path(__file__).parent / "reference" / "values.json"
 
