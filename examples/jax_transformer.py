@@ -24,6 +24,7 @@ parser.add_argument("--text", default=argparse.__file__, help="a text file")
 parser.add_argument("--epsilon", type=float, default=8.0)
 parser.add_argument("--epochs", type=float, default=8.0)
 parser.add_argument("--width", type=int, default=64)
+parser.add_argument("--layers", type=int, default=2)
 parser.add_argument("--folder", help="of the run")
 arguments = parser.parse_args()
 
@@ -48,9 +49,9 @@ class Block(nnx.Module):
 class Writer(nnx.Module):
     """Predicts the next character at every position of one line."""
 
-    def __init__(self, width: int, rngs: nnx.Rngs) -> None:
+    def __init__(self, width: int, layers: int, rngs: nnx.Rngs) -> None:
         self.letter, self.place = nnx.Embed(ALPHABET, width, rngs=rngs), nnx.Embed(LENGTH, width, rngs=rngs)
-        self.blocks = nnx.List([Block(width, rngs) for _ in range(2)])
+        self.blocks = nnx.List([Block(width, rngs) for _ in range(layers)])
         self.norm, self.head = nnx.LayerNorm(width, rngs=rngs), nnx.Linear(width, ALPHABET, rngs=rngs)
 
     def __call__(self, text: jax.Array) -> jax.Array:
@@ -71,7 +72,7 @@ data = codes[~held_out]
 plan = bandmf.plan(
     epsilon=arguments.epsilon, delta=1e-5, examples=len(data), batch_size=128, epochs=arguments.epochs
 )
-structure, weights = nnx.split(Writer(arguments.width, nnx.Rngs(0)), nnx.Param)
+structure, weights = nnx.split(Writer(arguments.width, arguments.layers, nnx.Rngs(0)), nnx.Param)
 
 
 def loss(weights, line):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -30,8 +31,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Minutes in few tests. Begun first: no worker shall be left alone with one of them when all others are done.
 FIRST = (
-    "test_examples", "test_notebooks", "test_jax_mesh", "test_noise_triton", "test_torch_ranks", "test_web",
-    "test_docs_pages", "test_readme", "test_jax_restart", "test_forks", "test_torch_restart", "test_jax_docs",
+    "test_examples", "test_jax_mesh", "test_notebooks", "test_noise_triton", "test_cli", "test_torch_ranks", "test_web",
+    "test_readme", "test_truth_optimizers", "test_docs_pages", "test_jax_restart", "test_training_loops",
+    "test_torch_restart", "test_jax_docs",
 )  # fmt: skip
 REFERENCE = Path(__file__).parent / "reference" / "values.json"
 
@@ -48,6 +50,25 @@ settings.load_profile("bandmf")
 def pytest_collection_modifyitems(items):
     """Works with --no-loadscope-reorder: else files with few tests come last."""
     items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST))
+
+
+def pytest_collection_finish():
+    """What was imported stays: no collection of garbage need look at it again."""
+    gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def compiled_quickly():
+    """For programs that run for milliseconds and are compiled for seconds: lets XLA try less hard.
+
+    Not for tests of rounding, which is another in programs that are optimized: they shall have none of these.
+    """
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import children
 
 ROOT = Path(__file__).parents[1]
 
@@ -34,17 +34,7 @@ def printed(page: str) -> str:
 
 def run_alone(page: str, folder: Path | None = None) -> str:
     """Run all blocks of a page in a process of its own, as a reader would, in a folder; returns what they print."""
-    path = os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests")))
-    command = [sys.executable, "-c", f"import pages; pages.run({page!r})"]
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = children.run(__file__, page, folder=folder, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -57,3 +47,7 @@ def script(path: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+if __name__ == "__main__":
+    run(sys.argv[1])

@@ -19,7 +19,7 @@ from bandmf.torch import make_private
 from children import run_ranks
 from training import RUN_ID, same_run, simple_plan, small_data, small_model, train, weights
 
-PLAN = simple_plan(steps=24, examples=403, batch_size=3, bands=4)  # many shares are empty
+PLAN = simple_plan(steps=18, examples=403, batch_size=3, bands=4)  # many shares are empty
 
 
 def make(kind, clipping, folder=None, run_id=RUN_ID, **options):

@@ -12,6 +12,13 @@ def some_long(cases, ordinary):
     return [case if ordinary(case) else _long(case) for case in cases]
 
 
+def spread(cases, ordinary):
+    """The cases, marked long but for so many of them: the first, the last, and others at equal distances."""
+    cases = list(cases)
+    chosen = {round(place * (len(cases) - 1) / (ordinary - 1)) for place in range(ordinary)}
+    return [case if place in chosen else _long(case) for place, case in enumerate(cases)]
+
+
 def in_turn(*sides):
     """All combinations of the sides, marked long but for as many as the longest has: there every value has its turn."""
     turns = {tuple(turn % len(side) for side in sides) for turn in range(max(map(len, sides)))}

@@ -18,6 +18,7 @@ from scipy import optimize, special, stats
 
 from bandmf import accounting
 from bandmf._files import cache_folder
+from sweeps import spread
 
 
 @pytest.fixture(autouse=True)
@@ -279,7 +280,7 @@ def test_a_mispaired_sampling_probability_is_caught() -> None:
     )
 
 
-@pytest.mark.parametrize("factor", [0.5, 0.99, 1.5, 2.0])
+@pytest.mark.parametrize("factor", spread([0.5, 0.99, 1.5, 2.0], 2))
 def test_a_wrong_estimate_costs_time_but_never_privacy(
     factor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

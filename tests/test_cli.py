@@ -204,7 +204,7 @@ def test_nonsense_among_the_learning_rates_gets_one_sentence():
         assert "must be numbers above zero, separated by commas" in str(found.exception) + found.output
 
 
-@pytest.mark.parametrize("epochs", ["0.5", "1"])
+@pytest.mark.parametrize("epochs", [pytest.param("0.5", marks=pytest.mark.long), "1"])
 def test_train_compares_the_mechanisms(tmp_path, epochs):
     found = json.loads(
         run(

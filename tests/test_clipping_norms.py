@@ -247,7 +247,7 @@ def composed(draw):
     return Case(model, (torch.randint(0, 11, (draw(st.integers(1, 4)), times)),))
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(composed())
 def test_random_models_are_clipped_as_one_example_at_a_time(case):
     assert_right(errors(case))

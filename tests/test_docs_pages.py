@@ -26,7 +26,9 @@ def test_the_quick_start_trains_a_model_in_nine_lines():
     assert int(found[1]) > 80
 
 
-@pytest.mark.parametrize("page", ["docs/concepts.md", "docs/choosing.md"])
+@pytest.mark.parametrize(
+    "page", ["docs/concepts.md", pytest.param("docs/choosing.md", marks=pytest.mark.long)]
+)
 def test_the_code_of_a_page_prints_what_the_page_shows(page):
     assert run_alone(page) == printed(page) != ""
 

@@ -1,4 +1,4 @@
-"""Every example runs, shortened, as a user would start it."""
+"""Every example runs, shortened; in the long tests as a user would start it."""
 
 import os
 import re
@@ -9,14 +9,16 @@ from textwrap import dedent
 
 import pytest
 
+import children
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-@pytest.mark.parametrize(
+EVERY = pytest.mark.parametrize(
     ("name", "arguments", "says"),
     [
         ("classifier.py", ["--epochs", "2"], "47 steps, balls-in-bins, "),
-        ("lora.py", ["--public-steps", "20", "--epochs", "0.3"], "% before, "),
+        ("lora.py", ["--public-steps", "5", "--epochs", "0.3"], "% before, "),
         ("language_model.py", ["--epochs", "0.3", "--width", "32"], "bits per character"),
         ("lightning_digits.py", ["--epochs", "0.5"], "12 steps, epsilon=8.00: held-out accuracy"),
         (
@@ -25,16 +27,28 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
             "12 steps on 1 process, learning rate 0.025, epsilon=8.00",
         ),
         ("jax_logistic.py", ["--epochs", "1"], "12 steps, balls-in-bins, epsilon=4.00"),
-        ("jax_transformer.py", ["--epochs", "0.3", "--width", "16"], "bits per character"),
+        ("jax_transformer.py", ["--epochs", "0.15", "--width", "8", "--layers", "1"], "bits per character"),
         ("jax_sharded.py", ["--epochs", "0.25"], "steps on 8 devices, each holds 50% of the history"),
     ],
 )
+
+
+@EVERY
 def test_example_runs(name, arguments, says):
-    command = [sys.executable, str(EXAMPLES / name), *arguments]
     # JAX spends nearly all of the time on compilation, so let LLVM try less hard.
     devices = 8 if name == "jax_sharded.py" else 1
     flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
-    env = {**os.environ, "XLA_FLAGS": flags}
+    result = children.run(EXAMPLES / name, *arguments, env={**os.environ, "XLA_FLAGS": flags})
+    assert result.returncode == 0, result.stderr
+    assert says in result.stdout
+
+
+@pytest.mark.long
+@EVERY
+def test_example_runs_in_a_process_of_its_own(name, arguments, says):
+    """Where nothing is imported that it does not import itself."""
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
     assert says in result.stdout
@@ -54,11 +68,9 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 SHARED = [("fsdp.py", ["--epochs", "0.5"]), ("ddp.py", [])]
 
 
-@pytest.mark.parametrize(("name", "arguments"), SHARED)
-def test_example_runs_on_two_processes_and_ends_after_the_threads_of_gloo(name, arguments, tmp_path):
-    """Python must not shut down before them: it ends one that frees a tensor of the last collective just then, and
-    that aborts the process.
-    """
+@pytest.fixture
+def wrapper(tmp_path):
+    """Runs a script, and leaves the names of the threads of gloo that are alive when Python shuts down."""
     wrapper = tmp_path / "wrapper.py"
     wrapper.write_text(dedent(
         """
@@ -73,11 +85,28 @@ def test_example_runs_on_two_processes_and_ends_after_the_threads_of_gloo(name, 
         runpy.run_path(sys.argv[0], run_name="__main__")
         """
     ))  # fmt: skip
+    return wrapper
+
+
+@pytest.mark.parametrize(("name", "arguments"), SHARED)
+def test_example_runs_on_two_processes_and_ends_after_the_threads_of_gloo(name, arguments, wrapper):
+    """Python must not shut down before them: it ends one that frees a tensor of the last collective just then, and
+    that aborts the process.
+    """
+    ranks = children.ranks(2, wrapper, EXAMPLES / name, *arguments)
+    assert [rank.returncode for rank in ranks] == [0, 0], ranks[0].stderr + ranks[1].stderr
+    assert "2 processes" in ranks[0].stdout
+    assert "".join(path.read_text() for path in wrapper.parent.glob("alive-*")) == ""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "arguments"), SHARED)
+def test_torchrun_runs_an_example_on_two_processes(name, arguments, wrapper):
     command = [*TORCHRUN, str(wrapper), str(EXAMPLES / name), *arguments]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
     assert "2 processes" in result.stdout
-    assert "".join(path.read_text() for path in tmp_path.glob("alive-*")) == ""
+    assert "".join(path.read_text() for path in wrapper.parent.glob("alive-*")) == ""
 
 
 def test_every_example_is_listed_here():

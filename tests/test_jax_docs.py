@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pages import run
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 def test_the_page_on_jax_runs(tmp_path, monkeypatch, capsys):

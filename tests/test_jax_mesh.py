@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
-
 import pytest
 
-from children import HERE, environment
+import children
+from children import HERE, devices
 
 CLAIMS = [
     "data-parallel", "sharded, in microbatches,", "no collective", "steps taken at once", "an eighth each",
@@ -16,11 +13,6 @@ CLAIMS = [
 ]  # fmt: skip
 FURTHER = ["flat over all devices", "restart on one device", "restart on eight devices, flat"]
 SCRIPT = HERE / "jax_mesh_training.py"
-
-
-def flags(devices):
-    # Nearly all of the time is compilation, so let LLVM try less hard: what is computed stays the same.
-    return f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
 
 
 @pytest.fixture(scope="module")
@@ -34,30 +26,18 @@ def output(folder):
 
 
 def one_process(kind, folder):
-    env = environment(JAX_PLATFORMS="cpu", XLA_FLAGS=flags(8))
-    done = subprocess.run(
-        [sys.executable, SCRIPT, kind, folder], env=env, capture_output=True, text=True, timeout=400
-    )
+    done = children.run(SCRIPT, kind, folder, env=devices(8), timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     return done.stdout
 
 
 def two_processes(folder):
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = str(probe.getsockname()[1])
-    env = environment(JAX_PLATFORMS="cpu", XLA_FLAGS=flags(4))
-    started = [
-        subprocess.Popen(
-            [sys.executable, SCRIPT, "two", folder, str(rank), port],
-            env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    outputs = [child.communicate(timeout=400) for child in started]
-    for child, (out, error) in zip(started, outputs, strict=True):
-        assert child.returncode == 0, out + error[-3000:]
-    return outputs[0][0]
+    port = str(children.free_port())
+    started = [children.Started(SCRIPT, "two", folder, str(rank), port, env=devices(4)) for rank in range(2)]
+    ended = [child.wait(400) for child in started]
+    for done in ended:
+        assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    return ended[0].stdout
 
 
 @pytest.mark.parametrize("claim", CLAIMS)

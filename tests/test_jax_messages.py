@@ -12,6 +12,8 @@ import optax  # noqa: E402
 from bandmf.jax import Run, clipped_gradient, privatize  # noqa: E402
 from jax_training import CLIP, EXAMPLES, data, first_weights, loss, plan  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 GRADIENT = jax.jit(clipped_gradient(loss, clip_norm=CLIP))
 
 

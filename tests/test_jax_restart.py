@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import stat
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +12,18 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
+import children
 import jax_training as tiny
 from bandmf import Key
 from bandmf.jax import Run
 from bandmf.jax.privatize import private_states
 from bandmf.ledger import checkpoints, seal
-from children import HERE, environment
+from children import HERE, devices
 from jax_training import STEPS, Training, data, flat, open_run
 from sweeps import in_turn
 from training import same_run
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 def history(state):
@@ -60,12 +61,7 @@ def test_a_run_goes_on_where_its_checkpoint_was(tmp_path, until, bands):
 
 @pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.long)])
 def test_a_run_killed_many_times_is_the_run_that_was_not(kills, tmp_path):
-    done = subprocess.run(
-        [sys.executable, HERE / "jax_killed_training.py", tmp_path, str(kills)],
-        # Nearly all of the time is compilation, so let LLVM try less hard.
-        env=environment(JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_backend_optimization_level=0"),
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    done = children.run(HERE / "jax_killed_training.py", tmp_path, str(kills), env=devices(1))
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert sum(json.loads(done.stdout).values()) >= min(kills, 8)
     clean, killed = (np.load(tmp_path / kind / "final.npy") for kind in ("clean", "killed"))

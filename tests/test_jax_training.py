@@ -22,6 +22,8 @@ from jax_training import CLIP, EXAMPLES, STEPS, Training, data, first_weights, f
 from sweeps import some_long
 from training import same_run
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 PLANS = {
     "cyclic Poisson": {},
     "look-ahead": {"bands": 9, "batch_size": 6},

@@ -25,6 +25,7 @@ from bandmf.accounting.min_separation.divergences import add_sums, remove_sums
 from bandmf.accounting.samples import upper_bound
 from bandmf.strategies import Banded, BandedToeplitz, Identity
 from min_separation_oracles import two_step_deltas
+from sweeps import spread
 
 TWO = Banded([[1.0, -0.5], [1.2, 0.0]])
 P, SIGMA, EPSILON = 0.9, 1.0, 1.0
@@ -213,7 +214,7 @@ def test_certified_sigmas_of_a_thousand_steps(epsilon, separation):
     assert certificate.sigma < 1.01 * found.sigma
 
 
-@pytest.mark.parametrize(("epsilon", "delta"), [(50.0, 1e-5), (100.0, 1e-5), (15.0, 0.3)])
+@pytest.mark.parametrize(("epsilon", "delta"), spread([(50.0, 1e-5), (100.0, 1e-5), (15.0, 0.3)], 2))
 def test_a_budget_far_from_any_use_ends_in_a_sentence(epsilon, delta):
     """Moments overflow, or no sample shows anything: neither is of the caller's making."""
     with pytest.raises(

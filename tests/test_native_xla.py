@@ -14,6 +14,7 @@ from bandmf.native.sources import FOLDER
 from bandmf.strategies import BandedToeplitz, Identity
 from native_builds import COMPILER, build, needs_compiler, needs_library
 from noise_families import FAMILIES, jax_noise, largest_difference, options, oracle_noise, toeplitz
+from sweeps import spread
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -106,7 +107,7 @@ def test_a_handler_of_another_version_is_refused_and_xla_takes_over(tmp_path, mo
 
 
 @pytest.mark.parametrize(
-    "family", ["normalized", "banded_inverse", "inverse_partly_kept", "buffered", "identity"]
+    "family", spread(["normalized", "banded_inverse", "inverse_partly_kept", "buffered", "identity"], 3)
 )
 def test_operations_of_xla_add_the_same_noise(family):
     strategy, key = FAMILIES[family], Key()

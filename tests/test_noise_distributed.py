@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from children import HERE, environment
+import children
+from children import HERE
 
 # World sizes in this order; a checkpoint such as rows2 is saved by two ranks and loaded by three.
 SCENARIOS = {
@@ -22,11 +20,8 @@ def output(tmp_path_factory):
     """Of all ranks of all world sizes."""
     folder = tmp_path_factory.mktemp("checkpoints")
     plays = [f"{ranks}:{','.join(names)}" for ranks, names in SCENARIOS.items()]
-    command = [sys.executable, str(HERE / "torch_ranks.py"), str(folder), *plays]
-    done = subprocess.run(
-        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300
-    )
-    return done.stdout
+    done = children.run(HERE / "torch_ranks.py", folder, *plays)
+    return done.stderr + done.stdout
 
 
 @pytest.mark.parametrize(("ranks", "scenario"), [(r, s) for r, names in SCENARIOS.items() for s in names])

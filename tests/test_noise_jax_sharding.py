@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from children import HERE, environment
+import children
+from children import HERE, devices
 
 CLAIMS = ["rows", "all axes on rows", "columns", "both", "flat", "kept inputs"]
 RESTARTS = ["one device", "flat over one", "flat over eight", "one device with kept inputs"]
@@ -15,12 +13,8 @@ RESTARTS = ["one device", "flat over one", "flat over eight", "one device with k
 
 @pytest.fixture(scope="module", params=["native", pytest.param("xla", marks=pytest.mark.long)])
 def output(request):
-    # Nearly all of the time is compilation, so let LLVM try less hard: what is computed stays the same.
-    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-    command = [sys.executable, str(HERE / "jax_devices.py")]
     native = "1" if request.param == "native" else "0"
-    env = environment(JAX_PLATFORMS="cpu", XLA_FLAGS=flags, BANDMF_NATIVE=native)
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
+    done = children.run(HERE / "jax_devices.py", env=devices(8, BANDMF_NATIVE=native), timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     return done.stdout
 

@@ -53,6 +53,7 @@ SLOW = (
     "mechanism_table",
     "against_steps_and_epochs",
     "federated",
+    "bands_and_epochs",
 )
 
 

@@ -9,6 +9,7 @@ from bandmf.paper import run
 from bandmf.paper.experiment import not_judged
 from bandmf.paper.table import Table, read
 from bandmf.paper.training import learning, learning_curves, learning_max_error, machines, noise_time
+from sweeps import some_long
 
 BANDS = {"1 band": 1, "8 bands": 8, "64 bands": 64, "512 bands": 512, "BLT": 2048}
 
@@ -137,7 +138,9 @@ def test_what_is_recorded_is_the_whole_setting():
         )
 
 
-@pytest.mark.parametrize("module", [learning, learning_max_error, noise_time])
+@pytest.mark.parametrize(
+    "module", some_long([learning, learning_max_error, noise_time], lambda module: module is learning)
+)
 def test_a_quick_run_needs_nothing_recorded(module, tmp_path, monkeypatch):
     pytest.importorskip("torch")
     monkeypatch.setattr(run, "RECORDED", tmp_path / "nothing")

@@ -15,6 +15,7 @@ from bandmf.accounting import verified
 from bandmf.accounting.samples import Sums
 from bandmf.planning.plan_file import digest
 from bandmf.planning.search import bins
+from sweeps import in_turn, spread
 
 QUICK = {
     "epsilon": 8.0, "delta": 1e-5, "examples": 1_000, "batch_size": 50, "steps": 40,
@@ -42,8 +43,7 @@ def forged(plan, path, **changes):
     return path
 
 
-@pytest.mark.parametrize("which", ["plan", "separated"])
-@pytest.mark.parametrize("name", ["samples", "add_samples"])
+@pytest.mark.parametrize(("which", "name"), in_turn(["plan", "separated"], ["samples", "add_samples"]))
 def test_a_certificate_that_would_take_hours_to_verify_is_refused(which, name, request, tmp_path):
     path = forged(request.getfixturevalue(which), tmp_path / "plan.json", **{name: 10**10})
     start = time.perf_counter()
@@ -99,7 +99,7 @@ UNUSABLE = {
 }
 
 
-@pytest.mark.parametrize("how", UNUSABLE)
+@pytest.mark.parametrize("how", spread(UNUSABLE, 2))
 def test_a_cached_certificate_that_cannot_be_used_is_computed_again_and_replaced(how, cached):
     plan, change = cached
     change("certificate of", UNUSABLE[how])
@@ -110,7 +110,9 @@ def test_a_cached_certificate_that_cannot_be_used_is_computed_again_and_replaced
 
 @pytest.mark.parametrize(
     "answer",
-    [{"strategy": {"scales": [0.1]}, "sigma": 1.0}, {"sigma": 1.0}, {"strategy": 1, "sigma": 1.0}, 3],
+    spread(
+        [{"strategy": {"scales": [0.1]}, "sigma": 1.0}, {"sigma": 1.0}, {"strategy": 1, "sigma": 1.0}, 3], 2
+    ),
 )
 def test_a_cached_strategy_that_cannot_be_read_is_searched_again(answer, cached):
     plan, change = cached

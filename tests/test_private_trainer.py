@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import inspect
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,20 +32,14 @@ from transformers import (
 )
 
 import bandmf.torch
+import children
 from bandmf import Key
 from bandmf.torch import PrivateTrainer, losses, make_private
 from bandmf.torch.huggingface import heads, options
+from children import HERE
 from pages import ROOT
 from trainers import EXAMPLES, WORDS, arguments, padded, plan_of, texts, trained, trainer_of, writer
 from training import same_run, weights
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_collection():
-    """Every training collects garbage, among all objects of all libraries."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +126,7 @@ def test_the_epsilon_that_is_logged_is_what_the_run_has_spent(tmp_path):
 
 def test_a_run_that_is_killed_and_resumed_ends_with_the_weights_of_one_that_was_not(tmp_path):
     """Killed after a step, between ledger and noise, and while the model is saved."""
-    command = [sys.executable, str(Path(__file__).with_name("killed_trainer.py")), str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    result = children.run(HERE / "killed_trainer.py", tmp_path, timeout=200)
     assert result.returncode == 0, result.stderr
     clean, killed = (json.loads((tmp_path / name / "end.json").read_text()) for name in ("clean", "killed"))
     assert json.loads(result.stdout.splitlines()[-1]) == ["killed"] * 3 + ["ended"]

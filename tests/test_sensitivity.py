@@ -256,7 +256,7 @@ def test_it_never_lies_below_patterns_drawn_at_random(seed, n, bands, times, sep
             assert claim**2 >= signs_value(X, pattern) * (1 - ROUNDING)
 
 
-@pytest.mark.parametrize("seed", some_long(range(60), lambda seed: seed < 12))
+@pytest.mark.parametrize("seed", some_long(range(60), lambda seed: seed < 4))
 def test_bounds_under_minimum_separation_are_never_looser_than_a_peers(seed):
     """Those of the peer were tighter in 23 of 100 random cases, by up to 29 percent."""
     peer = pytest.importorskip("jax_privacy.matrix_factorization.sensitivity")

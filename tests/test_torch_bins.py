@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
 from collections import Counter
 from itertools import chain
 
@@ -15,11 +13,12 @@ import torch
 from torch.utils import data as torch_data
 
 import bandmf
+import children
 from bandmf.noise import NumpyEngine
 from bandmf.sampling import sampler
 from bandmf.strategies import Identity
 from bins_runs import BINS, CLIP, PLANS, RUN_KEY, SMALL, bins_model, open_run, planned
-from children import HERE, environment
+from children import HERE
 from sweeps import in_turn
 from training import small_data, train, weights
 
@@ -297,10 +296,8 @@ def test_released_bins_are_not_released_again_with_other_gradients(plan, tmp_pat
 @pytest.mark.parametrize("times", [3, pytest.param(7, marks=pytest.mark.long)])
 def test_a_run_with_bins_killed_some_times_is_the_run_that_was_not(times, blt, tmp_path):
     path = blt.save(tmp_path / "plan.json")
-    result = subprocess.run(
-        [sys.executable, HERE / "killed_training.py", tmp_path, str(times), path],
-        capture_output=True, text=True, timeout=200, check=True, env=environment(),
-    )  # fmt: skip
+    result = children.run(HERE / "killed_training.py", tmp_path, str(times), path, timeout=200)
+    assert result.returncode == 0, result.stderr[-3000:]
     assert sum(json.loads(result.stdout).values()) >= min(times, 5)
     clean, killed = (torch.load(tmp_path / name / "final.pt") for name in ("clean", "killed"))
     assert torch.equal(clean, killed)
@@ -395,8 +392,7 @@ def test_a_lowered_certificate_does_not_train(plan):
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, HERE / "rank_bins.py", folder]
-    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    result = children.run(HERE / "rank_bins.py", folder)
     assert result.returncode == 0, result.stderr[-3000:]
     return folder
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from children import HERE, environment
+import children
+from children import HERE
 from optimizers import OPTIMIZERS, PLAN, open_run
 from sweeps import in_turn, some_long
 from training import train, weights
@@ -88,10 +87,7 @@ A_FEW = ["AdamW", "ASGD"]
     "names", [A_FEW, pytest.param(SHARDED, marks=pytest.mark.long)], ids=["a few", "all"]
 )
 def test_two_ranks_with_sharded_states_save_without_a_trace_and_resume_on_one(names, tmp_path):
-    result = subprocess.run(
-        [sys.executable, HERE / "rank_optimizers.py", tmp_path, *names],
-        env=environment(), capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    result = children.run(HERE / "rank_optimizers.py", tmp_path, *names)
     assert result.returncode == 0, result.stderr[-3000:]
     verdicts = json.loads((tmp_path / "verdicts.json").read_text())
     assert list(verdicts) == names

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
-from children import HERE, environment
+import children
+from children import HERE
 from rank_training import make
 from training import train, weights
 
@@ -32,8 +30,7 @@ def folder(tmp_path_factory):
         "ddp-on:ddp:hooks",
         "fsdp-on:fsdp:bookkeeping",
     ]
-    command = [sys.executable, HERE / "rank_training.py", folder, *two, *one, *three]
-    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    result = children.run(HERE / "rank_training.py", folder, *two, *one, *three)
     assert result.returncode == 0, result.stderr[-3000:]
     return folder
 
@@ -66,8 +63,7 @@ def test_every_rank_has_the_same_number_of_physical_batches(name, folder):
 def test_gpt2_with_tied_weights_trains_on_ranks_what_it_trains_alone(tmp_path):
     import rank_gpt2
 
-    command = [sys.executable, HERE / "rank_gpt2.py", tmp_path, "2"]
-    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    result = children.run(HERE / "rank_gpt2.py", tmp_path, "2")
     assert result.returncode == 0, result.stderr[-3000:]
     alone = rank_gpt2.train("one")
     for kind in ("replicas", "shards"):

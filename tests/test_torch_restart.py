@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import warnings
 
 import pytest
 import torch
 from torch.optim import lr_scheduler
 
+import children
 from bandmf import Key
 from bandmf.torch import make_private
 from bandmf.torch.training.random_state import RandomState, unseal
-from children import HERE, environment
+from children import HERE
 from training import RUN_ID, same_run, simple_plan, small_data, small_model, train, weights
 
 
@@ -37,11 +36,8 @@ def kinds(folder):
 
 @pytest.mark.parametrize("times", [7, pytest.param(20, marks=pytest.mark.long)])
 def test_a_run_killed_many_times_is_the_run_that_was_not(times, tmp_path):
-    result = subprocess.run(
-        [sys.executable, HERE / "killed_training.py", tmp_path, str(times)],
-        capture_output=True, text=True, timeout=200, check=True,
-        env=environment(),
-    )  # fmt: skip
+    result = children.run(HERE / "killed_training.py", tmp_path, str(times), timeout=200)
+    assert result.returncode == 0, result.stderr[-3000:]
     kills = json.loads(result.stdout)
     assert sum(kills.values()) == times
     assert min(kills.values()) >= times // 7  # in every kind of place

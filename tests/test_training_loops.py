@@ -303,8 +303,7 @@ def test_checkpointing_of_transformers_changes_nothing(use_reentrant):
     torch.testing.assert_close(found.total, expected.total, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(("backend", "when"), in_turn(["eager", "aot_eager"], ["before", "after"]))
 def test_a_compiled_model_gives_the_same_sum(backend, when):
     torch._dynamo.reset()
     expected = outcome(small_net(), vectors(), "bookkeeping").total

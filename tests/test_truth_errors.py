@@ -14,7 +14,7 @@ from bandmf.error import toeplitz_settled
 from bandmf.participation import FixedEpochs, MinSeparation, Single
 
 LONG = np.longdouble
-SHORT_SWEEP, LONG_SWEEP = 800, 50_000
+SHORT_SWEEP, LONG_SWEEP = 400, 50_000
 
 
 def momentum_matrix(beta, rates, decay):

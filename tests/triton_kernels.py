@@ -26,7 +26,8 @@ GROUPS = {"w": (3, 700), "b": (5,)}  # w reaches into a second group of 2048 coo
 CASES = {
     "identity": (Identity(1), GROUPS, {}),
     # A pass before step 8, which also begins to overwrite the ring; step 4 adds to the sums of the next three.
-    "look-ahead with an inner level": (toeplitz(10, 9), TWO, {"lookahead": 8}),
+    "look-ahead with an inner level": (toeplitz(10, 9), ONE, {"lookahead": 8}),
+    "look-ahead with an inner level for two": (toeplitz(10, 9), TWO, {"lookahead": 8}),
     "toeplitz": (toeplitz(4, 3), ONE, {}),
     "banded inverse": (BandedInverse([1, -0.5, 0.2], 3), ONE, {}),
     "banded inverse, kept": (BandedInverse([1.5, -0.5, 0.2], 4), GROUPS, {"kept_inputs": None}),
@@ -266,13 +267,21 @@ CHECKS = {
 
 
 # Slow ones, whose parts the others have: left to the sweep.
-SLOW = ("toeplitz", "banded inverse", "banded inverse, kept", "tree", "look-ahead in XLA")
+SLOW = (
+    "toeplitz", "banded inverse", "banded inverse, kept", "tree", "look-ahead in XLA",
+    "look-ahead with an inner level for two", "banded inverse, partly kept, for two in XLA",
+)  # fmt: skip
 
 
 # As CASES, for the kernels that XLA launches; its look-ahead has no inner level.
 XLA_CASES = {
     "look-ahead in XLA": (toeplitz(7, 6), ONE, {"lookahead": 3}),
-    "banded inverse, partly kept, in XLA": (BandedInverse([1.5, -0.5, 0.2], 4), TWO, {"kept_inputs": 1}),
+    "banded inverse, partly kept, in XLA": (BandedInverse([1.5, -0.5, 0.2], 4), ONE, {"kept_inputs": 1}),
+    "banded inverse, partly kept, for two in XLA": (
+        BandedInverse([1.5, -0.5, 0.2], 4),
+        TWO,
+        {"kept_inputs": 1},
+    ),
 }
 
 

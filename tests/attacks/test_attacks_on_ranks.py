@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from rank_attacks import DIFFERENT
 
-from children import environment
+import children
 
 SENTENCES = {
     "copied": "was moved, copied or restored",
@@ -23,10 +21,7 @@ SENTENCES = {
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    script = Path(__file__).with_name("rank_attacks.py")
-    result = subprocess.run(
-        [sys.executable, script, folder], env=environment(), capture_output=True, text=True, timeout=300
-    )
+    result = children.run(Path(__file__).with_name("rank_attacks.py"), folder)
     assert result.returncode == 0, result.stderr[-3000:]
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(2)]
 

@@ -98,13 +98,16 @@ def ascend(model, losses, x, steps, learning_rate):
             yield x.detach().clone()
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("victim", "losses"), [(Victim, whole_text), (Victim, each_token), (Bare, each_token)]
+    ("mode", "dtype", "case"),
+    in_turn(
+        MODES,
+        [torch.float32, torch.bfloat16],
+        [(Victim, whole_text), (Victim, each_token), (Bare, each_token)],
+    ),
 )
-def test_no_content_of_an_example_adds_more_than_the_clip_norm(mode, dtype, victim, losses):
-    largest = 0.0
+def test_no_content_of_an_example_adds_more_than_the_clip_norm(mode, dtype, case):
+    (victim, losses), largest = case, 0.0
     for times in (1, 2, 7, 64) if mode == "bookkeeping" else (2, 64):
         for size, nearness in ((1.0, 1.0), (30.0, 1e-3), (1e4, 1e-6), (1e8, 1e-6)):
             model, opposite = victim(), losses is whole_text
@@ -203,7 +206,7 @@ def by_one_part_in_a_million(monkeypatch):
 def test_planted_errors_are_found_by_the_attacks(plant, dtype, monkeypatch):
     plant(monkeypatch)
     with pytest.raises(AssertionError):
-        test_no_content_of_an_example_adds_more_than_the_clip_norm("bookkeeping", dtype, Bare, each_token)
+        test_no_content_of_an_example_adds_more_than_the_clip_norm("bookkeeping", dtype, (Bare, each_token))
 
 
 # --- by the model ---------------------------------------------------------------------------------------

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from children import HERE, environment
+import children
+from children import HERE
 
 CASES = [
     "test_a_fork_of_a_run_releases_nothing[none]",
@@ -20,9 +18,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def output():
     cases = HERE / "attacks" / "fork_cases.py"
-    command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", str(cases)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200)
-    return done.stdout
+    return children.run("-m", "pytest", "-rA", "-p", "no:cacheprovider", cases, timeout=200).stdout
 
 
 @pytest.mark.parametrize("case", CASES)

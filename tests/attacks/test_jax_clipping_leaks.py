@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import partial
 
 import jax
@@ -11,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import children
 import jax_training as tiny
 from bandmf.jax import Clipped, clipped_gradient, clipping
 from children import HERE, environment
 from jax_training import CLIP, Training, data, open_run
+from sweeps import in_turn
 
 f = np.float32
 
@@ -66,16 +66,20 @@ def most(loss, size, rows=1, masked=True, tries=12, **more):
     return max(found)
 
 
-@pytest.mark.parametrize("loss", [pair, distance, both_sides])
 @pytest.mark.parametrize(
-    ("rows", "masked", "more"), [(1, False, {}), (1, True, {}), (16, True, {}), (16, True, {"microbatch": 4})]
+    ("loss", "case"),
+    in_turn(
+        [pair, distance, both_sides],
+        [(1, False, {}), (1, True, {}), (16, True, {}), (16, True, {"microbatch": 4})],
+    ),
 )
-def test_norm_and_sum_come_from_the_same_numbers(loss, rows, masked, more):
+def test_norm_and_sum_come_from_the_same_numbers(loss, case):
+    rows, masked, more = case
     for size in (1, 5):
         assert most(loss, size, rows, masked, tries=40 if size == 1 else 12, **more) <= 1 + 1e-6
 
 
-@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.long), 16])
 def test_weights_that_are_constants_of_the_program_change_nothing(rows):
     """Nor those of several models: without the examples, a compiler could know that the conditional always holds."""
     gradient, found = clipped_gradient(pair, clip_norm=1.0), []
@@ -120,9 +124,8 @@ def test_the_conditional_is_in_the_compiled_program(masked):
 
 
 def test_single_examples_are_clipped_inside_of_shard_map():
-    env = environment(JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_force_host_platform_device_count=8")
-    script = HERE / "jax_shard_map_clipping.py"
-    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=200)
+    env = environment(XLA_FLAGS="--xla_force_host_platform_device_count=8")
+    done = children.run(HERE / "jax_shard_map_clipping.py", env=env, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     for claim in ("sum", "contribution", "microbatches", "explicit mesh", "fault", "cut weights", "training"):
         assert f"{claim} holds" in done.stdout

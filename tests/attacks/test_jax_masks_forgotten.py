@@ -15,6 +15,9 @@ from bandmf.jax.training import trials
 from bandmf.jax.training.batches import Batch
 from bandmf.jax.training.source import Source
 from jax_training import EXAMPLES
+from sweeps import in_turn
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 FORGOTTEN = "mask: rows that are masked count in the sum"
 ONES = np.ones((EXAMPLES, 1), np.int32)  # whole numbers: masked rows are zeros, whose gradients are finite
@@ -189,8 +192,11 @@ def released(batch, function):
     batch.check_sum(batch.sum(function))
 
 
-@pytest.mark.parametrize("size", [0, 1, 9, 16])
-@pytest.mark.parametrize("shortcut", SHORTCUTS, ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    ("shortcut", "size"),
+    in_turn(SHORTCUTS, [0, 1, 9, 16]),
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_a_mask_that_is_forgotten_but_for_batches_without_examples_is_refused(shortcut, size):
     gradient = jax.jit(clipped_gradient(of_rows, clip_norm=1.0))
     with pytest.raises(

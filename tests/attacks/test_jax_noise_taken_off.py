@@ -17,6 +17,8 @@ from bandmf.ledger.file import LockedLines
 from jax_training import STEPS, Training, data, flat, open_run
 from training import same_run
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 # --- one noise for each step of a chunk -----------------------------------------------------------------------
 
 

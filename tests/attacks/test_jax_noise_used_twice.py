@@ -17,6 +17,8 @@ from bandmf.ledger import Ledger
 from bandmf.randomness.key import Key
 from jax_training import CLIP, STEPS, Training, data, flat, open_run
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 SEEDS = jnp.asarray([1, 2, 3, 4], jnp.uint32)
 
 

@@ -15,6 +15,9 @@ from bandmf.jax.training import batches, trials
 from bandmf.jax.training.batches import Batch
 from bandmf.jax.training.source import Source
 from bandmf.jax.training.trials import comparing
+from sweeps import in_turn, spread
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 ROWS, FEATURES = 128, 5
 DATA = np.random.default_rng(3).normal(size=(ROWS, FEATURES)).astype(np.float32)
@@ -72,10 +75,12 @@ def weighted_by_classes(weights, rows, mask):
     return WEIGHTED(weights, (rows, weight), mask=mask)
 
 
-@pytest.mark.parametrize("clip_norm", [1.0, 0.01])
 @pytest.mark.parametrize(
-    "function",
-    [normalized, partial(normalized, root_mean_square=True), scaled_by_the_largest, weighted_by_classes],
+    ("function", "clip_norm"),
+    in_turn(
+        [normalized, partial(normalized, root_mean_square=True), scaled_by_the_largest, weighted_by_classes],
+        [1.0, 0.01],
+    ),
 )
 def test_statistics_of_a_batch_are_refused(function, clip_norm, monkeypatch):
     """One example moved the sum of 512 by 110 clip norms; also where all gradients are far above the clip norm."""
@@ -186,15 +191,17 @@ def test_a_sum_that_stands_for_two_parameters_counts_twice():
         batch.check_sum(Clipped({"tied": total, "again": total}, 1.0))
 
 
-@pytest.mark.parametrize("scale", [1e-36, 1e-30, 1e-20, 1e15, 1e30])
+@pytest.mark.parametrize("scale", spread([1e-36, 1e-30, 1e-20, 1e15, 1e30], 3))
 def test_very_small_and_very_large_gradients_are_released(scale):
     gradient = jax.jit(clipped_gradient(lambda weights, row: scale * loss(weights, row), clip_norm=1.0))
     batch = a_batch()
     batch.check_sum(batch.sum(partial(gradient, WEIGHTS)))
 
 
-@pytest.mark.parametrize("function", [GRADIENT, lambda *given, mask: GRADIENT(*given, mask=mask).total])
-@pytest.mark.parametrize("capacity", [1, 2, 3, ROWS])
+@pytest.mark.parametrize(
+    ("capacity", "function"),
+    in_turn([1, 2, 3, ROWS], [GRADIENT, lambda *given, mask: GRADIENT(*given, mask=mask).total]),
+)
 def test_right_sums_are_released(function, capacity):
     batch = Batch(0, np.arange(1), Source(DATA, ROWS, ROWS, capacity, None))
     found = batch.sum(partial(function, WEIGHTS))

@@ -1,4 +1,4 @@
-"""torchrun, as a user would start it: processes that know of each other train one run, others none at all."""
+"""Processes that know of each other train one run, others none at all; in the long tests torchrun starts them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import children  # noqa: E402
 from bandmf.torch import make_private  # noqa: E402
 from children import HERE, environment  # noqa: E402
 from pages import ROOT  # noqa: E402
@@ -17,8 +18,16 @@ from training import simple_plan, small_data, small_model  # noqa: E402
 EXAMPLE = ROOT / "examples" / "ddp.py"
 
 
+def forked(processes, folder, script):
+    """The script in processes with the environment that torchrun would give them; what it leaves is in the folder."""
+    folder.mkdir(exist_ok=True)
+    for rank in children.ranks(processes, HERE / "launched.py", folder, script):
+        assert rank.returncode == 0, rank.stderr[-3000:]
+    return folder
+
+
 def launch(processes, folder, script):
-    """The script under torchrun; what it leaves is in the folder."""
+    """The same under torchrun, as a user would start it."""
     folder.mkdir(exist_ok=True)
     torchrun = [
         sys.executable,
@@ -41,12 +50,13 @@ def test_the_replicas_of_the_example_end_with_the_weights_of_one_process(tmp_pat
     torch.testing.assert_close(first, torch.load(one / "weights-0.pt"), rtol=0, atol=1e-4)
 
 
-def test_processes_without_a_group_are_refused_on_every_rank(tmp_path):
+@pytest.mark.parametrize("start", [forked, pytest.param(launch, marks=pytest.mark.long)])
+def test_processes_without_a_group_are_refused_on_every_rank(start, tmp_path):
     script = tmp_path / "forgot.py"
     starts = [line for line in EXAMPLE.read_text().splitlines() if "init_process_group" in line]
     assert len(starts) == 2  # one for GPUs, one for the CPU
     script.write_text(EXAMPLE.read_text().replace(starts[0], "    pass").replace(starts[1], "    pass"))
-    launch(2, tmp_path / "two", script)
+    start(2, tmp_path / "two", script)
     for rank in (0, 1):
         refusal = (tmp_path / "two" / f"refused-{rank}").read_text()
         assert refusal.startswith("WORLD_SIZE=2: ")

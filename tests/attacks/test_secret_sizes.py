@@ -6,6 +6,7 @@ import gc
 import random
 import warnings
 import weakref
+from itertools import product
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from bandmf.torch import make_private
 from bandmf.torch.training import schedules
 from bandmf.torch.training.schedules.calls import Calls
+from sweeps import in_turn
 from training import simple_plan, small_data
 
 PLAN = simple_plan(steps=6, examples=200, batch_size=20)
@@ -443,15 +445,19 @@ def every(batches, of):
     return after
 
 
-@pytest.mark.parametrize("self_test", [True, False])
-@pytest.mark.parametrize("size", [6, 20])
-@pytest.mark.parametrize(("of", "given"), [("schedule", False), ("schedule", True), ("average", False)])
-@pytest.mark.parametrize("batches", [5, 10])
-def test_calls_after_every_few_batches_are_refused(batches, of, given, size, self_test):
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    in_turn(
+        [("schedule", False), ("schedule", True), ("average", False)],
+        list(product([5, 10], [6, 20], [True, False])),
+    ),
+)
+def test_calls_after_every_few_batches_are_refused(kind, case):
     """The calls after pieces were dropped, so the count of the others followed the sizes of batches.
 
     In steps of one or two pieces, as of size 20, it takes a few calls until one lies between two pieces.
     """
+    (of, given), (batches, size, self_test) = kind, case
     with pytest.raises(RuntimeError, match=r"(was called after some batches|changed between two pieces)"):
         calls_in_pieces(every(batches, of), size, given=given, self_test=self_test)
 
@@ -491,10 +497,11 @@ BY_STEPS = {
 }
 
 
-@pytest.mark.parametrize("given", [False, True])
-@pytest.mark.parametrize("size", [None, 3, 20])
-@pytest.mark.parametrize("name", BY_STEPS)
-def test_calls_that_go_by_steps_are_counted(name, size, given):
+@pytest.mark.parametrize(
+    ("name", "case"), in_turn(list(BY_STEPS), list(product([None, 3, 20], [False, True])))
+)
+def test_calls_that_go_by_steps_are_counted(name, case):
+    size, given = case
     condition, expected = BY_STEPS[name]
     assert calls_in_pieces(both(condition), size, steps=12, given=given) == (expected, expected)
 

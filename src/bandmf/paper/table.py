@@ -23,7 +23,10 @@ class Table(list[Row]):
 
     def where(self, **wanted: Value) -> Table:
         """The rows with these values."""
-        return Table(row for row in self if all(row.get(name) == value for name, value in wanted.items()))
+        rows: list[Row] = self
+        for name, value in wanted.items():
+            rows = [row for row in rows if row.get(name) == value]
+        return Table(rows)
 
     def column(self, name: str) -> list[Any]:
         """The values of one column, in order."""

@@ -146,7 +146,8 @@ def blt_when_wrong(table: Table) -> Verdict:
     if not full_size(table):
         return not_judged
     plain = curve(table, PLAIN)
-    theirs = {s: min(curve(table, blt(buffers, LARGEST))[s] for buffers in BUFFERS) for s in plain}
+    curves = [curve(table, blt(buffers, LARGEST)) for buffers in BUFFERS]
+    theirs = {s: min(each[s] for each in curves) for s in plain}
     rest = [name for name in dict.fromkeys(table.column("strategy")) if name != PLAIN]
     best = plain[LARGEST] < min(curve(table, name)[LARGEST] for name in rest)
     behind = [s for s in plain if theirs[s] < plain[s]]
