@@ -163,7 +163,6 @@ def forged(plan, path, **changes):
     [
         {"sigma": 0.97},
         {"samples": 100_000},
-        {"seed": 1},
         {"failure": 1e-9},
         {"gram_marks": [1.0, 2.0, 3.0]},
         {"weight_bound": 1e-9},
@@ -175,6 +174,19 @@ def test_a_certificate_that_is_not_true_is_refused(plan, tmp_path, change):
         change = {"sigma": change["sigma"] * plan.noise_scale}
     with pytest.raises(ValueError, match="certif"):
         bandmf.Plan.load(forged(plan, tmp_path / "plan.json", **change))
+
+
+def test_a_certificate_with_another_seed_is_refused(plan, tmp_path):
+    """Of one seed in thirty the samples give the same bound to four digits, and then it is true."""
+
+    def is_refused(seed):
+        try:
+            bandmf.Plan.load(forged(plan, tmp_path / "plan.json", seed=seed))
+        except ValueError:
+            return True
+        return False
+
+    assert any(is_refused(seed) for seed in range(4))
 
 
 def test_a_strategy_that_the_certificate_is_not_for_is_refused(plan):
