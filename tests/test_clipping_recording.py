@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
+import threading
 import types
 
 import pytest
@@ -13,8 +15,11 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from bandmf.torch import make_private
-from bandmf.torch.clipping import make_clipping
+from bandmf.torch.clipping import make_clipping, rule, rules, total
 from bandmf.torch.clipping.check.report import Report
+from bandmf.torch.clipping.contributions import Patches, totals
+from bandmf.torch.clipping.contributions.totals import Totals
+from one_at_a_time import Case, errors, exact
 from private_loops import outcome, plain, private_of, run_plan, small_net, trained_weights, vectors
 
 
@@ -221,3 +226,109 @@ def test_a_rule_that_fails_is_told_of_by_the_step_and_not_inside_of_the_backward
     model(torch.ones(2, 3)).sum().backward()
     with pytest.raises(ZeroDivisionError, match="of the rule"):
         clipping.add_to({name: torch.zeros_like(p) for name, p in model.named_parameters()}, 2, 2, 1.0)
+
+
+class Gate(nn.Module):
+    """A weight of its own, and a layer whose gradients are recorded by themselves."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight, self.inner = nn.Parameter(torch.ones(width)), nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.inner(x * self.weight)
+
+
+@pytest.fixture
+def gate_rule():
+    """Registers a rule for Gate, as a user would."""
+    yield rule(Gate)
+    rules._RULES.pop(Gate, None)
+
+
+def test_a_rule_may_differentiate_through_a_layer_that_is_recorded(gate_rule):
+    """It waited for itself, and for ever."""
+
+    def gate(layer, a, g):
+        with torch.enable_grad():
+            weight = layer.weight.detach().expand_as(a).clone().requires_grad_()
+            output = layer.inner(a * weight)
+        return {"weight": total(torch.autograd.grad(output, weight, g)[0])}
+
+    gate_rule(gate)
+    torch.manual_seed(0)
+    seen = errors(Case(nn.Sequential(nn.Linear(6, 8), Gate(8), nn.Linear(8, 4)), (torch.randn(5, 6),)))
+    assert max(seen.gradient, seen.total) < 1e-5, seen
+
+
+def test_a_rule_that_changes_what_it_is_given_is_refused_with_the_name_of_its_layer(gate_rule):
+    gate_rule(lambda layer, a, g: {"weight": g.mul_(a)})
+    model = nn.Sequential(nn.Linear(6, 8), Gate(8))
+    clipping = make_clipping("bookkeeping", model, dict(model.named_parameters()), 1.0, False)
+    clipping.record(5)
+    model(torch.randn(5, 6)).sin().sum().backward()
+    with pytest.raises(RuntimeError, match=r"rule: that of '1' changes what it is given"):
+        clipping.norms(5, 1.0)
+
+
+class Transposed(nn.Module):
+    """By a rule, and by torch.func."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.back, self.last = (
+            nn.Conv2d(2, 3, 3),
+            nn.ConvTranspose2d(3, 2, 3, 2),
+            nn.ConvTranspose2d(2, 2, 2),
+        )
+
+    def forward(self, x):
+        return self.last(self.back(self.conv(x).relu())).tanh().mean((2, 3))
+
+
+def test_backward_passes_in_several_threads_are_all_recorded():
+    """As a model over several GPUs has; torch.func exchanges the parameters of a layer meanwhile."""
+    torch.manual_seed(0)
+    model, x = Transposed(), torch.randn(5, 2, 6, 6)
+    parameters = dict(model.named_parameters())
+    truth = exact(Case(model, (x,), lambda model, x: model(x).sin().sum(1)))
+    for _ in range(8):
+        clipping = make_clipping("bookkeeping", model, parameters, 1e9, False)
+        clipping.record(5)
+        losses = [model(x).sin().sum() / 4 for _ in range(4)]
+        threads = [threading.Thread(target=loss.backward) for loss in losses]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        clipping.add_to(sums, 5, 5, 1.0)
+        clipping.remove()
+        assert all(parameters[name] is p for name, p in model.named_parameters())
+        found = torch.cat([total.flatten() for total in sums.values()]).double()
+        torch.testing.assert_close(found, truth.sum(0), rtol=1e-4, atol=1e-5)
+
+
+def test_a_large_convolution_without_any_finite_example_adds_nothing():
+    layer = nn.Conv2d(2, 3, 3)
+    nobody = Patches(torch.ones(0, 2, 6, 6), torch.ones(0, 3, 4, 4), layer)
+    assert list(nobody.portions()) == []
+
+
+def test_inputs_of_another_shape_than_their_gradients_are_not_for_the_kernels(monkeypatch):
+    """Which would read on behind them, in rows of other examples."""
+    monkeypatch.setattr(totals, "fuses", lambda _: True)
+    some = [Totals(torch.randn(2, 6, 4), torch.randn(2, 1, 4), 1e-5, centered=False) for _ in range(2)]
+    described = [{"weight": each} for each in some]
+    totals.settle(described)
+    for each, found in zip(some, described, strict=True):
+        assert torch.equal(found["weight"], each.now())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_the_optimizer_of_a_private_run_cannot_be_copied(copied):
+    """It made all later private runs of the process fail."""
+    private = private_of(small_net(), vectors())
+    with pytest.raises(TypeError, match=r"^optimizer: that of a private run cannot be copied or pickled"):
+        copied(private.optimizer)
+    private.close()

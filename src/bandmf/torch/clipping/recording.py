@@ -14,7 +14,8 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from types import MethodType
@@ -74,15 +75,31 @@ class Recorder(Turns):
         super().__init__()
         self._entries: list[Entry] = []
         self._unsettled = Unsettled()
-        self.rows: int | None = None  # examples of the batch that is recorded; None: nothing is
+        self._rows: int | None = None
         self.failure: Exception | None = None
         self._seen: dict[Layer, Seen] = {}
-        self._lock = threading.Lock()  # every GPU has a thread of its own in the backward pass
+        self._lock = threading.RLock()  # every GPU has a thread of its own in the backward pass
+        self._thread = threading.local()
+
+    @property
+    def rows(self) -> int | None:
+        """Examples of the batch that is recorded; None: nothing is."""
+        return None if getattr(self._thread, "silent", False) else self._rows
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Nothing that this thread runs is recorded."""
+        before = getattr(self._thread, "silent", False)
+        self._thread.silent = True
+        try:
+            yield
+        finally:
+            self._thread.silent = before
 
     def begin(self, rows: int | None) -> None:
         """Forget what was noted; from now on a batch of so many examples is recorded."""
         self.next()
-        self.rows = rows
+        self._rows = rows
         self.drop()
 
     def drop(self) -> None:
@@ -108,13 +125,17 @@ class Recorder(Turns):
             self.late = True
             return
         described: Described = {}
-        with self._lock, plain_arithmetic():
+        with self._lock, self.silent(), plain_arithmetic():
             try:
                 described = _describe(layer, rule, given, gradient)
                 self._unsettled.add(described)
             except Exception as error:  # it must not pass through the user's backward pass half-way
                 self.failure = self.failure or error
-            self._entries.append(Entry(layer, gradient.shape[layer.batch], gradient.dtype, described))
+            self._add(layer, gradient, described)
+
+    def _add(self, layer: Layer, gradient: Tensor, described: Described) -> None:
+        rows = gradient.shape[layer.batch] if gradient.ndim > layer.batch else 0
+        self._entries.append(Entry(layer, rows, gradient.dtype, described))
 
     def note(self, layer: Layer, rule: Rule, given: Tensor, output: Tensor) -> Tensor:
         """The output, tied to an entry that its backward pass will make."""
@@ -147,15 +168,11 @@ class Recorder(Turns):
         def receive(saved: tuple[Tensor, ...], gradient: Tensor) -> None:
             if not self.arrive(batch):
                 return
-            rows, self.rows = self.rows, None  # what torch.func runs is not recorded
-            try:
-                found = call.gradients(saved, gradient, number)
-                rows_found = gradient.shape[call.layer.batch]
-                self._entries.append(Entry(call.layer, rows_found, gradient.dtype, dict(found)))
-            except Exception as error:  # it must not pass through the user's backward pass half-way
-                self.failure = self.failure or not_by_function(error)
-            finally:
-                self.rows = rows
+            with self._lock, self.silent():
+                try:
+                    self._add(call.layer, gradient, dict(call.gradients(saved, gradient, number)))
+                except Exception as error:  # it must not pass through the user's backward pass half-way
+                    self.failure = self.failure or not_by_function(error)
 
         return receive
 
@@ -201,16 +218,12 @@ class Recorded:
 
     def _record_unit(self, args: Any, kwargs: Any) -> Any:
         """Whatever runs inside is part of the layer, even a module that is also used, and recorded, elsewhere."""
-        recorder = self.recorder
         refuse_packed(self.layer.path, args, kwargs)
-        call = recorder.call(self.layer, args, kwargs)
-        rows, recorder.rows = recorder.rows, None
-        try:
+        call = self.recorder.call(self.layer, args, kwargs)
+        with self.recorder.silent():
             output = self._run(args, kwargs)
-        finally:
-            recorder.rows = rows
         call.check_unchanged()
-        return recorder.note_unit(call, output)
+        return self.recorder.note_unit(call, output)
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         """The layer's own `forward`, whose parameters get no gradients."""
@@ -329,7 +342,13 @@ def _describe(layer: Layer, rule: Rule, a: Tensor, g: Tensor) -> Described:
     """What its rule says of the parameters that are trained."""
     if layer.batch:
         a, g = a.movedim(layer.batch, 0), g.movedim(layer.batch, 0)
-    return {name: term for name, term in rule(layer.module, a, g).items() if name in layer.names}
+    versions = a._version, g._version
+    described = rule(layer.module, a, g)
+    if (a._version, g._version) != versions:
+        raise RuntimeError(
+            f"rule: that of {layer.path!r} changes what it is given, which others need; write a * g, not a.mul_(g)"
+        )
+    return {name: term for name, term in described.items() if name in layer.names}
 
 
 def _memory(tensor: Tensor) -> Tensor:

@@ -48,6 +48,15 @@ class PrivateOptimizer(torch.optim.Optimizer):
             raise AttributeError(name)
         return getattr(self.original, name)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise TypeError(
+            "optimizer: that of a private run cannot be copied or pickled, as a second one could step with the same "
+            "noise; use private.save() and private.resume(), or optimizer.state_dict()"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__deepcopy__({})
+
     @staticmethod
     def guards(original: torch.optim.Optimizer) -> bool:
         """Whether an optimizer is already in a private run."""

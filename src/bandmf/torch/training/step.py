@@ -199,7 +199,6 @@ class Stepper:
         self.clipping.record(None)
         self.clipping.clear()
 
-    @plain_arithmetic()  # a loop may call it where autocast is on
     def consume(self, loss_scale: float = 1.0) -> bool:
         """Clip and add up the batch; when its step is complete, release it into the `.grad`s and return True.
 
@@ -211,7 +210,8 @@ class Stepper:
             self._refuse_frozen()
             self.watch.check()
             self.generators.check()
-            self._add_up(piece, loss_scale)
+            with plain_arithmetic():  # a loop may call it where autocast is on
+                self._add_up(piece, loss_scale)
         except BaseException:
             if self.self_test is not None:
                 self.self_test.close()
@@ -220,7 +220,8 @@ class Stepper:
             self.generators.give_back()
         self.clipping.record(None)
         if piece.last:
-            self._release(piece)
+            with plain_arithmetic():
+                self._release(piece)
         else:
             self.clipping.clear()  # gradients without noise, which a pickled model would hold
         self.stepped, self._between = piece.last, not piece.last

@@ -48,7 +48,7 @@ class Patches:
 
     def portions(self) -> Iterator[tuple[slice, Outer]]:
         """Some examples at a time, since patches take several times the memory of the input."""
-        positions = self.gradient[0, 0].numel()
+        positions = self.gradient.shape[2:].numel()
         patch = self.layer.weight.shape[1:].numel()
         at_once = max(1, (PORTION if self.input.is_cuda else IN_CACHE) // max(1, positions * patch))
         for begin in range(0, self.examples, at_once):

@@ -35,7 +35,7 @@ class Totals:
     @property
     def kind(self) -> Any:
         """What those have in common that are found together."""
-        g, of_input = self.gradient, None if self.input is None else self.input.dtype
+        g, of_input = self.gradient, None if self.input is None else (self.input.dtype, self.input.shape)
         return g.shape, g.dtype, g.device, self.epsilon, self.centered, of_input
 
     def now(self) -> Tensor:
@@ -65,8 +65,9 @@ def settle(several: Sequence[Described]) -> None:
 
 
 def _together(same: list[Totals]) -> Sequence[Tensor]:
-    first = same[0].gradient
-    if len(same) == 1 or not fuses(first) or first.dtype == torch.float64:
+    first, given = same[0].gradient, same[0].input
+    broadcast = given is not None and given.shape != first.shape  # which kernels know nothing of
+    if len(same) == 1 or not fuses(first) or first.dtype == torch.float64 or broadcast:
         return [each.now() for each in same]
     from bandmf.torch.clipping import fused
 
