@@ -73,13 +73,15 @@ class Source:
         everywhere = np.concatenate([indices, anywhere])[: self.capacity]
         data = self._placed(everywhere[None], leading=0).data
 
-        def with_others_or_nothing(kept: Any, others: bool, factors: Any = None) -> Rows:
-            mask = self._placed_mask(kept, leading=0)
+        def with_others_or_nothing(
+            kept: Any, others: bool, factors: Any = None, turned: bool = False
+        ) -> Rows:
+            mask = self._placed_mask(kept[::-1] if turned else kept, leading=0)
             if not others:
                 return Rows(_without(data, mask, _pads_with_nan()), mask)
             # Anew each time, as a function may take what it is given.
             scales = self._placed_mask(np.ones(self.capacity) if factors is None else factors, leading=0)
-            return Rows(_scaled(data, scales), mask)
+            return Rows(_scaled(data, scales, turned), mask)
 
         return with_others_or_nothing
 
@@ -169,7 +171,7 @@ def _masked(leaf: Any, valid: Any, with_nan: bool) -> Any:
         return _as_kind(_masked(_bits(leaf), valid, with_nan), leaf)
     wide = valid.reshape(-1, *[1] * (leaf.ndim - 1))
     # So that a row counts nothing even where a mask is forgotten: its gradient is not finite.
-    has_nan = with_nan and jnp.issubdtype(leaf.dtype, jnp.floating)
+    has_nan = with_nan and jnp.issubdtype(leaf.dtype, jnp.inexact)
     nothing = np.full((), np.nan if has_nan else 0, leaf.dtype)
     if isinstance(leaf, jax.Array):
         return jnp.where(wide, leaf, nothing)
@@ -181,12 +183,14 @@ def _without(data: Any, mask: Array, with_nan: bool) -> Any:
     return jax.tree.map(lambda leaf: _masked(leaf, mask, with_nan), data)
 
 
-@jax.jit
-def _scaled(data: Any, scales: Array) -> Any:
-    """Numbers times the factor of their row; new arrays in any case."""
+@partial(jax.jit, static_argnums=2)
+def _scaled(data: Any, scales: Array, turned: bool) -> Any:
+    """Numbers times the factor of their row, the last row first if it is turned; new arrays in any case."""
 
     def scaled(leaf: Array) -> Array:
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        if turned:
+            leaf = _as_kind(jnp.flip(_bits(leaf), 0), leaf)
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             return leaf.copy()
         return leaf * scales.reshape(-1, *[1] * (leaf.ndim - 1)).astype(leaf.dtype)
 
