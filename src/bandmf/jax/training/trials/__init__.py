@@ -45,8 +45,8 @@ NO_SUM = (
 )
 BY_PLACE = (
     "sum: what the function gives for an example depends on the row that it is in, and so on who else is in the batch; "
-    "make nothing by place (random keys split over the rows): keep a number of each example in the data, and derive its "
-    "key from it, jax.random.fold_in(jax.random.fold_in(key, batch.step), number)"
+    "make nothing by place (random keys split over the rows): keep a number of each example in the data, and derive "
+    "its key from that, jax.random.fold_in(jax.random.fold_in(key, batch.step), number)"
 )
 # Of the numbers in the rows of each half: what clipping hides at one size shows at another.
 _SCALES = ((1.0, 1e-6), (1e-4, 1e-4), (1e-8, 1e-8))
