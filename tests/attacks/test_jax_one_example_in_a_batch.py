@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from bandmf.jax import Clipped, clipped_gradient
 from bandmf.jax.training import batches, trials
 from bandmf.jax.training.batches import Batch
 from bandmf.jax.training.source import Source
-from bandmf.jax.training.trials import comparing
+from bandmf.jax.training.trials import comparing, sizes
 
 ROWS, FEATURES = 128, 5
 DATA = np.random.default_rng(3).normal(size=(ROWS, FEATURES)).astype(np.float32)
@@ -97,7 +98,7 @@ def test_statistics_of_a_batch_pass_where_sums_are_compared_coarsely(monkeypatch
 
 def test_statistics_pass_where_clipping_hides_them(monkeypatch):
     """The planted fault: rows are tried at their own size alone, where every gradient is far above the clip norm."""
-    monkeypatch.setattr(trials, "_SCALES", ((1.0, 1.0),))
+    monkeypatch.setattr(sizes, "_SCALES", ())
     monkeypatch.setitem(globals(), "GRADIENT", jax.jit(clipped_gradient(square, clip_norm=1e-4)))
     a_batch().sum(partial(scaled_by_the_largest, WEIGHTS))
     monkeypatch.undo()
@@ -108,6 +109,44 @@ def test_statistics_pass_where_clipping_hides_them(monkeypatch):
 
 def square(weights, row):
     return jnp.sum((row @ weights["a"]) ** 2)
+
+
+def root(number):
+    """By a loop that waits for an absolute error."""
+    ends = partial(lax.while_loop, lambda found: jnp.abs(found * found - number) > 1e-4)
+    return ends(lambda found: 0.5 * (found + number / found), number)
+
+
+@jax.custom_jvp
+def roots(row):
+    return jax.vmap(root)(row)
+
+
+roots.defjvps(lambda moved, found, row: moved / (2 * found))
+
+
+def test_a_loop_that_would_not_end_for_large_numbers_is_tried_with_small_ones():
+    """With rows a million times as large, batch.sum never came back."""
+    gradient = jax.jit(clipped_gradient(lambda weights, row: loss(weights, roots(row)), clip_norm=1.0))
+    batch = Batch(0, np.arange(9), Source(1 + np.abs(DATA), ROWS, ROWS, 16, None))
+    with pytest.warns(UserWarning, match=r"multiplied, also by 1e\+06, .*a loop that ends by a condition"):
+        batch.check_sum(batch.sum(partial(gradient, WEIGHTS)))
+
+
+def test_a_function_that_looks_at_the_range_of_its_rows_is_not_refused():
+    def in_range(weights, rows, mask):
+        if np.abs(np.asarray(rows)[np.asarray(mask)]).max(initial=0) > 10:
+            raise ValueError("rows must lie between -10 and 10")
+        return GRADIENT(weights, rows, mask=mask)
+
+    def with_a_statistic(weights, rows, mask):
+        return in_range(weights, rows / jnp.maximum(jnp.abs(jnp.where(mask[:, None], rows, 0)).max(), 1e-6), mask)
+
+    batch = a_batch()
+    with pytest.warns(UserWarning, match=r"multiplied, also by 1e\+06, .*it failed: ValueError\('rows must lie"):
+        batch.check_sum(batch.sum(partial(in_range, WEIGHTS)))
+    with pytest.raises(ValueError, match=r"^sum: .*examples depend on each other"):
+        a_batch().sum(partial(with_a_statistic, WEIGHTS))
 
 
 # --- how much one example adds ---------------------------------------------------------------------------------

@@ -4,9 +4,8 @@ It is tried with other masks. With all rows masked, everything must be zero. Wit
 must not matter what is in them: they are tried with examples there and without. What the function gives for these rows
 and for the others must add up to what it gives for all, or examples depend on each other; also with the same examples
 in other rows, as the row of an example depends on who else is there. A few examples are tried alone, again after 10,
-100, ... batches. Last, halves are tried with rows of other sizes, as clipping hides much where all gradients are long:
-smaller ones, which functions bear better than larger ones. The examples are those of the batch, then others, and
-nothing of them leaves this file.
+100, ... batches. Last, halves are tried with rows of other sizes, as clipping hides much where all gradients are long.
+The examples are those of the batch, then others, and nothing of them leaves this file.
 
 This says something of an array only if it is not always zero. So a function is tried at the first batch, and again at
 one that gives an array which was zero before.
@@ -28,6 +27,7 @@ from bandmf.jax.clipping import Clipped, Examples
 from bandmf.jax.training.pieces import check_sums
 from bandmf.jax.training.trials.comparing import Arrays, added, nonzero, not_added, squares, unlike
 from bandmf.jax.training.trials.functions import identity
+from bandmf.jax.training.trials.sizes import Failed, at_other_sizes, has_open_loop
 
 Array = jax.Array
 # Data and mask with these rows kept; examples in the others, or nothing; factors of the rows' numbers, if any; and
@@ -48,8 +48,6 @@ BY_PLACE = (
     "make nothing by place (random keys split over the rows): keep a number of each example in the data, and derive "
     "its key from that, jax.random.fold_in(jax.random.fold_in(key, batch.step), number)"
 )
-# Of the numbers in the rows of each half: what clipping hides at one size shows at another.
-_SCALES = ((1.0, 1e-6), (1e-4, 1e-4), (1e-8, 1e-8))
 _ALONE = 3  # examples
 _AGAIN = 5  # calls that show whether a function is random
 _AGAIN_AT = frozenset(
@@ -142,34 +140,15 @@ def _tried(gradient: Callable[..., Any], rows: int, mixed: Mixed, result: Any) -
     moved = not_added(sums, found(some | rest, turned=True)) - no_sums
     del sums
     alone = _alone(found, rows, len(clip_norms))
-    no_sums, shown = _at_other_sizes(found, some, no_sums, shown)
+    loops = has_open_loop(lambda *rows: _called(gradient, *rows), *mixed(some, True, None, False))
+    more_no_sums, more_shown = at_other_sizes(found, some, loops)
+    no_sums, shown = no_sums | more_no_sums, shown | more_shown
     if suspects | no_sums | moved:
         random = _random(found, some)
         suspects, no_sums, moved = suspects - random, no_sums - random, moved - random
     reasons = {BY_PLACE: moved, NO_SUM: no_sums | by_row, MASK_FORGOTTEN: suspects | counted}
     wrong = {place: reason for reason, these in reasons.items() for place in these}
     return Verdict(wrong, alone, clip_norms, frozenset(places) - shown - wrong.keys())
-
-
-def _at_other_sizes(
-    found: Callable[..., Arrays], some: Any, no_sums: frozenset[int], shown: frozenset[int]
-) -> tuple[frozenset[int], frozenset[int]]:
-    """The places of what is no sum, and of what is not zero, with smaller numbers in the rows, too."""
-    for scale, other in _SCALES:
-        factors = np.where(some, scale, other)
-        try:
-            sums = added(found(some, factors=factors), found(~some, factors=factors))
-            whole = found(np.ones_like(some), factors=factors)
-        except RuntimeError as error:
-            warnings.warn(
-                f"batch.sum: the function fails where the numbers in some rows are multiplied by {other:g}, so this "
-                f"was not tried with it, and statistics of a batch may go unseen ({error.__cause__!r})",
-                stacklevel=6,
-            )
-            continue
-        no_sums, shown = no_sums | not_added(sums, whole), shown | nonzero(whole)
-        del sums, whole
-    return no_sums, shown
 
 
 def _alone(found: Callable[[Any], Arrays], rows: int, places: int) -> FloatArray:
@@ -194,8 +173,8 @@ def _called(gradient: Callable[..., Any], data: Any, mask: Array) -> list[Any]:
     try:
         return jax.tree.leaves(gradient(data, mask=mask))
     except Exception as error:
-        raise RuntimeError(
-            "batch.sum called its function once more, with other rows masked, moved or made smaller, and it "
+        raise Failed(
+            "batch.sum called its function once more, with other rows masked, moved or scaled, and it "
             f"failed ({type(error).__name__}: {error}); a function may be called with any mask and any number of "
             "times: do not donate weights to it, and take batches without an example for granted"
         ) from error
