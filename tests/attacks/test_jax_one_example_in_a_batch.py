@@ -140,10 +140,14 @@ def test_a_function_that_looks_at_the_range_of_its_rows_is_not_refused():
         return GRADIENT(weights, rows, mask=mask)
 
     def with_a_statistic(weights, rows, mask):
-        return in_range(weights, rows / jnp.maximum(jnp.abs(jnp.where(mask[:, None], rows, 0)).max(), 1e-6), mask)
+        return in_range(
+            weights, rows / jnp.maximum(jnp.abs(jnp.where(mask[:, None], rows, 0)).max(), 1e-6), mask
+        )
 
     batch = a_batch()
-    with pytest.warns(UserWarning, match=r"multiplied, also by 1e\+06, .*it failed: ValueError\('rows must lie"):
+    with pytest.warns(
+        UserWarning, match=r"multiplied, also by 1e\+06, .*it failed: ValueError\('rows must lie"
+    ):
         batch.check_sum(batch.sum(partial(in_range, WEIGHTS)))
     with pytest.raises(ValueError, match=r"^sum: .*examples depend on each other"):
         a_batch().sum(partial(with_a_statistic, WEIGHTS))

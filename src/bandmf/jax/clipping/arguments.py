@@ -16,6 +16,12 @@ def check_real(arguments: tuple[Any, ...], chosen: tuple[int, ...]) -> None:
         raise _check.fail("argnums", chosen, "there is no array among these arguments, and nothing to train")
     for place in chosen:
         for leaf in jax.tree.leaves(arguments[place]):
+            if callable(leaf):
+                raise _check.fail(
+                    f"argument {place}", type(leaf).__name__, "must be a tree of arrays, and has a function in it",
+                    "split it off, and bind it: functools.partial (with Equinox, eqx.partition(model, "
+                    "eqx.is_inexact_array), and eqx.combine in the loss)",
+                )  # fmt: skip
             kind = jnp.result_type(leaf)
             if jnp.issubdtype(kind, jnp.complexfloating):
                 raise _check.fail(

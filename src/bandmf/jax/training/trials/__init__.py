@@ -27,7 +27,7 @@ from bandmf.jax.clipping import Clipped, Examples
 from bandmf.jax.training.pieces import check_sums
 from bandmf.jax.training.trials.comparing import Arrays, added, nonzero, not_added, squares, unlike
 from bandmf.jax.training.trials.functions import identity
-from bandmf.jax.training.trials.sizes import Failed, at_other_sizes, has_open_loop
+from bandmf.jax.training.trials.sizes import TrialError, at_other_sizes, has_open_loop
 
 Array = jax.Array
 # Data and mask with these rows kept; examples in the others, or nothing; factors of the rows' numbers, if any; and
@@ -173,7 +173,7 @@ def _called(gradient: Callable[..., Any], data: Any, mask: Array) -> list[Any]:
     try:
         return jax.tree.leaves(gradient(data, mask=mask))
     except Exception as error:
-        raise Failed(
+        raise TrialError(
             "batch.sum called its function once more, with other rows masked, moved or scaled, and it "
             f"failed ({type(error).__name__}: {error}); a function may be called with any mask and any number of "
             "times: do not donate weights to it, and take batches without an example for granted"

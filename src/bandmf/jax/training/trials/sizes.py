@@ -20,7 +20,7 @@ from bandmf.jax.training.trials.comparing import Arrays, added, nonzero, not_add
 _SCALES, _INSTEAD = ((1e-4, 1e-4), (1e-8, 1e-8), (1e6, 1.0)), (1.0, 1e-6)
 
 
-class Failed(RuntimeError):
+class TrialError(RuntimeError):
     """A function that was tried gave no result."""
 
 
@@ -34,10 +34,12 @@ def at_other_sizes(
         larger, factors = scale > 1, np.where(some, scale, other)
         try:
             if larger and has_open_loop:
-                raise Failed("it has a loop that ends by a condition, which may never hold for larger numbers")
+                raise TrialError(
+                    "it has a loop that ends by a condition, which may never hold for larger numbers"
+                )
             sums = added(found(some, factors=factors), found(~some, factors=factors))
             whole = found(np.ones_like(some), factors=factors)
-        except Failed as error:
+        except TrialError as error:
             _warn(max(scale, other) if larger else min(scale, other), error)
             waiting += [_INSTEAD] if larger else []
             continue
@@ -46,7 +48,7 @@ def at_other_sizes(
     return no_sums, shown
 
 
-def _warn(scale: float, error: Failed) -> None:
+def _warn(scale: float, error: TrialError) -> None:
     reason = error if error.__cause__ is None else f"it failed: {error.__cause__!r}"
     warnings.warn(
         f"batch.sum: tries its function at first with the numbers in some rows multiplied, also by {scale:g}, as "
