@@ -111,6 +111,33 @@ def square(weights, row):
     return jnp.sum((row @ weights["a"]) ** 2)
 
 
+@pytest.mark.parametrize("kind", [np.float32, np.complex64])
+def test_statistics_of_rows_of_any_kind_are_refused(kind):
+    """Once complex rows had one size alone in all trials, at which clipping hid this."""
+    gradient = clipped_gradient(lambda weights, row, size: weights @ jnp.abs(row) / size, clip_norm=1.0)
+
+    def by_size(rows, mask):
+        size = jnp.sqrt(jnp.mean(jnp.where(mask[:, None], jnp.abs(rows), 0) ** 2)) * 1e-3 + 1e-9
+        return gradient(jnp.zeros(FEATURES), rows, size, mask=mask)
+
+    rows = (1e4 * (1 + np.abs(DATA))).astype(kind)
+    with pytest.raises(ValueError, match=r"^sum: .*examples depend on each other"):
+        Batch(0, np.arange(50), Source(rows, ROWS, ROWS, 60, None)).sum(by_size)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.complex64])
+def test_rows_without_an_example_add_nothing_of_any_kind(kind):
+    """Where a mask is forgotten: in complex rows, zeros counted as 31 examples."""
+    gradient = clipped_gradient(
+        lambda weights, row: (jnp.abs(row).sum() * weights[0] + weights[1] - 1) ** 2, clip_norm=1.0
+    )
+    rows = Source(DATA.astype(kind), ROWS, ROWS, 40, None).rows(np.arange(9))
+    weights = jnp.zeros(2)
+    np.testing.assert_array_equal(
+        gradient(weights, rows.data).total, gradient(weights, rows.data, mask=rows.mask).total
+    )
+
+
 def root(number):
     """By a loop that waits for an absolute error."""
     ends = partial(lax.while_loop, lambda found: jnp.abs(found * found - number) > 1e-4)
