@@ -326,7 +326,7 @@ def test_a_learning_rate_that_decays_by_hand_is_restarted(tmp_path):
     training = Training(chosen)
 
     def shows(decay):
-        exact = 0.1 * decay * decay * decay
+        exact = 10.0 * decay * decay * decay  # large, so that weights have the digits of their updates
         return (rates(decay, exact, STEPS - 3) != rates(decay, float(np.float32(exact)), STEPS - 3)).any()
 
     decay = next(filter(shows, np.linspace(0.9, 0.999, 100).tolist()))
@@ -345,7 +345,7 @@ def test_a_learning_rate_that_decays_by_hand_is_restarted(tmp_path):
         return weights
 
     run = open_run(chosen, tmp_path)
-    end = steps(run, *training.begin(), 0.1, save_at=3)
+    end = steps(run, *training.begin(), 10.0, save_at=3)
     run.close()
     again = open_run(chosen, tmp_path)
     np.testing.assert_array_equal(flat(steps(again, *again.restore((*training.begin(), 1.0)))), flat(end))
