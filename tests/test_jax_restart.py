@@ -483,3 +483,23 @@ def test_a_run_can_go_back_to_its_checkpoint_in_the_same_process(tmp_path):
         again = run.restore(template)
         assert run.steps_taken == 5
         np.testing.assert_array_equal(flat(training.steps(run, *again)[0]), flat(end[0]))
+
+
+def test_arrays_on_several_devices_are_saved_and_compared(tmp_path):
+    """Two virtual devices: one program cannot take arrays that are bound to different ones."""
+    code = """if True:
+        import jax, numpy as np, pytest, sys
+        import jax_training as tiny
+        first, second = jax.devices()
+        chosen = tiny.plan()
+        run, training = tiny.open_run(chosen, sys.argv[1]), tiny.Training(chosen)
+        more = [jax.device_put(np.ones(3, np.float32), device) for device in (first, second)]
+        for leaves in (more, more[::-1], jax.device_get(more)):
+            run.save((*training.begin(), leaves))
+        with pytest.raises(RuntimeError, match="was saved already, with another tree"):
+            run.save((*training.begin(), [more[0], 2 * more[1]]))
+        *_, found = run.restore((*training.begin(), more))
+        assert [leaf.devices() for leaf in found] == [{first}, {second}]
+        """
+    flags = environment(JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_force_host_platform_device_count=2")
+    subprocess.run([sys.executable, "-c", code, tmp_path / "run"], env=flags, check=True)

@@ -81,10 +81,10 @@ def _remembered(run: Run, tree: Any) -> tuple[Any, ...]:
         name: stored.fingerprint(leaf, name) if stored.is_on_host(leaf) else _words(leaf)
         for name, leaf in leaves.items()
     }
-    arrays = {name: value for name, value in known.items() if isinstance(value, jax.Array)}
+    arrays = {name: value for name, value in known.items() if hasattr(value, "dtype")}
     kinds = {name: (value.shape, str(value.dtype)) for name, value in arrays.items()}
     others = {name: value for name, value in known.items() if name not in arrays}
-    return kinds, others, run._secrets.digest(arrays) if arrays else b""
+    return kinds, others, run._secrets.digests(arrays)
 
 
 def _check_same(run: Run, tree: Any, name: str) -> None:

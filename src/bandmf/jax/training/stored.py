@@ -121,9 +121,9 @@ def weakened(leaf: Any) -> Any:
 def fingerprint(leaf: Any, name: str) -> Any:
     """A value of the host, to compare another with; an array itself, where JAX has the same one."""
     if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "OSUMm":
-        kept = jnp.asarray(leaf)
-        if kept.dtype == leaf.dtype:
-            return kept
+        native = np.asarray(leaf).astype(leaf.dtype.newbyteorder("="))
+        if jax.dtypes.canonicalize_dtype(native.dtype) == native.dtype:
+            return native
     description, content = packed(leaf, name)
     return str(description), hashlib.sha256(content).digest()
 
