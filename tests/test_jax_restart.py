@@ -375,6 +375,29 @@ def test_a_number_of_another_type_than_was_saved_is_refused(saved, given, tmp_pa
         run.restore((*training.begin(), given))
 
 
+@pytest.mark.parametrize(
+    ("saved", "given"), [(0.1, np.float64(1)), (np.float64(0.1), 1.0), (np.array(0.1), 1.0)]
+)
+def test_a_number_is_of_the_type_that_was_saved(saved, given, tmp_path):
+    """One of NumPy has a type of its own in JAX, and one of Python takes that of what it meets."""
+    chosen = tiny.plan()
+    run, training = open_run(chosen, tmp_path / "run"), Training(chosen)
+    run.save((*training.begin(), saved))
+    *_, found = run.restore((*training.begin(), given))
+    assert type(found) is type(saved)
+    assert found == 0.1
+
+
+def test_weak_types_that_jax_cannot_make_again_are_refused(tmp_path):
+    chosen = tiny.plan()
+    run, training = open_run(chosen, tmp_path / "run"), Training(chosen)
+    with jax.enable_x64(True):
+        leaf = jnp.full(2, 0.1)
+    assert leaf.weak_type
+    with pytest.raises(ValueError, match=r"weak_type.*is not kept as it is.*leaf\.astype"):
+        run.save((*training.begin(), leaf))
+
+
 def test_weak_types_come_back_in_arrays_of_any_shape(tmp_path):
     """Once a vector that was weak came back as float32, and so were the updates of weights in bfloat16 after it."""
     chosen = tiny.plan()

@@ -15,7 +15,7 @@ import numpy as np
 from bandmf import _check
 
 _PYTHON = {kind.__name__: kind for kind in (bool, int, float, complex)}
-_ZEROS = {"i": 0, "u": 0, "f": 0.0, "c": 0j}
+_ZEROS = {"i": 0, "f": 0.0, "c": 0j}
 
 
 class Packed(NamedTuple):
@@ -85,7 +85,7 @@ def as_given(value: Any, like: Any, name: str) -> Any:
     if found.shape != given.shape:
         raise _check.fail(f"shape of {name}", given.shape, f"the checkpoint has {found.shape}")
     if is_on_host(like) and not found.ndim and _class(found) == _class(given):
-        derived = type(value) in _PYTHON.values() and isinstance(like, type(value))
+        derived = isinstance(like, type(value)) and not isinstance(like, np.generic | np.ndarray)
         return type(like)(value) if derived else value  # of a class of one's own, such as an enumeration
     if found.dtype != given.dtype or not isinstance(value, np.ndarray | np.generic):
         raise _check.fail(
@@ -99,7 +99,7 @@ def as_given(value: Any, like: Any, name: str) -> Any:
 
 def check_weak(leaf: Any, name: str) -> None:
     """Refuse an array that takes the type of what it meets, if it could not be made again."""
-    if jnp.asarray(_ZEROS[leaf.dtype.kind]).dtype != leaf.dtype:
+    if _weak_zero(leaf) is None:
         raise _check.fail(
             f"tree{name}", f"{leaf.dtype} (weak_type)", "is not kept as it is: JAX has no such weak type by itself",
             "give it a type of its own: leaf.astype(leaf.dtype)",
@@ -108,14 +108,20 @@ def check_weak(leaf: Any, name: str) -> None:
 
 def weakened(leaf: Any) -> Any:
     """The same numbers, which go on to take the type of what they meet, or bfloat16 becomes float32."""
-    zero = _ZEROS[leaf.dtype.kind]
-    if jnp.asarray(zero).dtype != leaf.dtype:
+    zero = _weak_zero(leaf)
+    if zero is None:  # by another setting of jax_enable_x64 than when it was saved
         return leaf
     made = jax.jit(
         lambda given: jnp.full(given.shape, zero).at[...].set(given),
         out_shardings=leaf.sharding if leaf.committed else None,
     )
     return made(leaf)
+
+
+def _weak_zero(leaf: Any) -> Any:
+    """The number of Python of which JAX makes this type; none, if there is none."""
+    zero = _ZEROS.get(leaf.dtype.kind)
+    return zero if zero is not None and jnp.asarray(zero).dtype == leaf.dtype else None
 
 
 def fingerprint(leaf: Any, name: str) -> Any:
