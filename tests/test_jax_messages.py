@@ -226,3 +226,12 @@ def test_a_list_of_examples_is_told_how_to_stack_them():
 def test_a_batch_that_is_no_array_is_told_so(batch):
     with pytest.raises(ValueError, match=r"batch: must be arrays.*np\.asarray"):
         clipped_gradient(loss, clip_norm=CLIP)(first_weights(), batch)
+
+
+def test_weights_with_a_function_among_them_are_told_to_split_it_off():
+    weights = {**first_weights(), "activation": jnp.tanh}
+    sentence = r"must be a tree of arrays, and has a function in it; split it off"
+    with pytest.raises(ValueError, match=rf"^weights='\w+': {sentence}"):
+        privatize(plan(), clip_norm=CLIP).init(weights)
+    with pytest.raises(ValueError, match=rf"^argument 0='\w+': {sentence}"):
+        clipped_gradient(loss, clip_norm=CLIP)(weights, data())

@@ -107,7 +107,7 @@ def test_weights_that_are_constants_of_the_program_change_nothing(rows):
 
 def test_gradients_that_are_computed_twice_are_caught(monkeypatch):
     """The planted fault: without the conditional the norm is that of other numbers than the sum."""
-    monkeypatch.setattr(clipping.gradient, "computed_once", lambda function, given, _: function(given))
+    monkeypatch.setattr(clipping.gradient, "computed_once", lambda function, given, *_: function(given))
     assert most(pair, 5) > 1000
 
 

@@ -22,6 +22,7 @@ import optax
 
 from bandmf import _check
 from bandmf.jax.clipping import Clipped
+from bandmf.jax.clipping.arguments import check_no_function
 from bandmf.jax.noise.digest import WORDS, digest
 from bandmf.jax.noise.engine import Engine, State
 from bandmf.planning import Plan, checked_plan
@@ -121,6 +122,7 @@ def privatize(
     known = tuple(coefficients.tolist())
 
     def init(params: Any) -> PrivateState:
+        check_no_function(params, "weights")
         refuse_several(any(map(_is_one_of_many, jax.tree.leaves(params))))
         # Two arrays, not one twice: a buffer can be donated once.
         provenance, found = (jnp.zeros(WORDS, jnp.uint32) for _ in range(2))

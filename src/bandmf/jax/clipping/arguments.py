@@ -15,6 +15,7 @@ def check_real(arguments: tuple[Any, ...], chosen: tuple[int, ...]) -> None:
     if not jax.tree.leaves([arguments[place] for place in chosen]):
         raise _check.fail("argnums", chosen, "there is no array among these arguments, and nothing to train")
     for place in chosen:
+        check_no_function(arguments[place], f"argument {place}")
         for leaf in jax.tree.leaves(arguments[place]):
             kind = jnp.result_type(leaf)
             if jnp.issubdtype(kind, jnp.complexfloating):
@@ -29,6 +30,16 @@ def check_real(arguments: tuple[Any, ...], chosen: tuple[int, ...]) -> None:
                     "give the weights there, and not the state of the optimizer: run.release returns what update does, "
                     "in its order",
                 )  # fmt: skip
+
+
+def check_no_function(tree: Any, name: str) -> None:
+    for leaf in jax.tree.leaves(tree):
+        if callable(leaf):
+            raise _check.fail(
+                name, type(leaf).__name__, "must be a tree of arrays, and has a function in it",
+                "split it off, and bind it: functools.partial (with Equinox, eqx.partition(model, "
+                "eqx.is_inexact_array), and eqx.combine in the loss)",
+            )  # fmt: skip
 
 
 def places(given: tuple[int, ...], count: int) -> tuple[int, ...]:

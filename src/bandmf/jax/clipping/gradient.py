@@ -13,6 +13,7 @@ from bandmf import _check
 from bandmf.jax.clipping.arguments import check_apart, check_others, check_real, count_rows, places
 from bandmf.jax.clipping.conditional import always, check_not_constant, computed_once
 from bandmf.jax.clipping.devices import own_weights
+from bandmf.jax.clipping.draws import check_own_draws
 from bandmf.jax.clipping.norms import clip
 from bandmf.jax.clipping.result import Clipped, Examples
 from bandmf.jax.clipping.sums import masked_sum
@@ -80,14 +81,17 @@ def clipped_gradient(
         check_others(arguments, where, weights, rows)
         own = own_weights(arguments, weights, (examples, kept))
         others = tuple(None if place in where else given for place, given in enumerate(own))
-        every = jax.vmap(partial(one, others, where), spmd_axis_name=spmd_axis_name)
+        single = partial(one, others, where)
+        every = jax.vmap(single, spmd_axis_name=spmd_axis_name)
         trained = [own[place] for place in weights]
         holds = always((trained, examples, kept))
         check_not_constant(holds, (trained, examples, mask))
 
         def add_up(part: Any) -> tuple[Any, Any]:
             given, counts = part
-            gradients, more = computed_once(every, given, holds)
+            program, shapes = jax.make_jaxpr(every, return_shape=True)(given)
+            check_own_draws(program, single, given)
+            gradients, more = computed_once(every, given, holds, shapes)
             gradients, norms = jax.vmap(partial(clip, clip_norm=clip_norm))(gradients)
             total = jax.tree.map(lambda leaf: masked_sum(leaf, counts & jnp.isfinite(norms)), gradients)
             value, aux = more if has_aux else (more, None)

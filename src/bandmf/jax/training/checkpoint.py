@@ -9,10 +9,8 @@ nothing of a checkpoint is read before its digest is verified; only its owner ca
 
 from __future__ import annotations
 
-import copy
 import json
 import os
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +23,7 @@ import numpy as np
 from bandmf import _check
 from bandmf._files import create_secret, sync_folder
 from bandmf.jax.privatize import PrivateState
+from bandmf.jax.training import stored
 from bandmf.ledger import checkpoints, seal
 from bandmf.ledger.run_folder import CHECKPOINTS
 from bandmf.noise import sealing
@@ -35,68 +34,68 @@ from bandmf.randomness.key import Key
 if TYPE_CHECKING:
     from bandmf.jax.training.run import Run
 
-ARRAYS, CONTENTS = "arrays", "contents.json"
+ARRAYS, HOST, CONTENTS = "arrays", "host", "contents.json"
 _PREFIX = "history of "
 
 
 def save(run: Run, tree: Any) -> Path:
     """Write a checkpoint."""
     folder, first = _folder(run), run._processes.on_first
-    name = run._on_ledger(lambda ledger: f"{ledger.number:010d}")
-    target, draft = folder / name, folder / f".writing-{name}"
+    name_of_step = run._on_ledger(lambda ledger: f"{ledger.number:010d}")
+    target, draft = folder / name_of_step, folder / f".writing-{name_of_step}"
     if first(target.exists):
-        _check_same(run, tree, name)
+        _check_same(run, tree, name_of_step)
         return target  # nothing was released since
     first(lambda: checkpoints.prepare(folder, draft))
     salt = first(sealing.fresh_salt)
     leaves, state = _parts(tree)
-    history = _history(state)
-    written = [*leaves.values(), *(_xor(state, name, run._key, salt) for name in history)]
-    if arrays := {f"{k:05d}": leaf for k, leaf in enumerate(written) if leaf.size}:
+    arrays, history = _on_devices(leaves), _history(state)
+    packed = {name: stored.packed(leaf, name) for name, leaf in leaves.items() if name not in arrays}
+    weak = [name for name in arrays if getattr(leaves[name], "weak_type", False)]
+    for name in weak:
+        stored.check_weak(leaves[name], name)
+    written = [*arrays.values(), *(_xor(state, name, run._key, salt) for name in history)]
+    if numbered := {f"{k:05d}": leaf for k, leaf in enumerate(written) if leaf.size}:
         with _orbax() as orbax:
-            orbax.save((draft / ARRAYS).absolute(), arrays)
+            orbax.save((draft / ARRAYS).absolute(), numbered)
             orbax.wait_until_finished()
-    shapes = {name: list(leaf.shape) for name, leaf in (leaves | history).items()}
-    kinds = {name: str(leaf.dtype) for name, leaf in leaves.items()}
-    contents = {"salt": salt, "noise": state.noise.provenance.dumps(), "shapes": shapes, "kinds": kinds}
+    contents = {
+        "salt": salt, "noise": state.noise.provenance.dumps(), "weak": weak,
+        "shapes": {name: list(leaf.shape) for name, leaf in (arrays | history).items()},
+        "kinds": {name: str(leaf.dtype) for name, leaf in arrays.items()},
+        "host": {name: each.description for name, each in packed.items()},
+    }  # fmt: skip
+    first(lambda: create_secret(draft / HOST, b"".join(each.content for each in packed.values())))
     first(lambda: create_secret(draft / CONTENTS, json.dumps(contents).encode()))
     names = first(lambda: _on_disk(draft))
     checkpoints.add_seal(draft, names, run.steps_taken, run.ledger, run._key, run._processes)
     first(lambda: checkpoints.publish(draft, target))
-    run._saved = name, _remembered(tree)
+    run._saved = name_of_step, _remembered(run, tree)
     return target
 
 
-def _remembered(tree: Any) -> tuple[Any, list[Any]]:
-    """What is in a tree, to compare another with: arrays of JAX as long as they live, and copies of all else."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, [
-        weakref.ref(leaf) if isinstance(leaf, jax.Array) else copy.copy(leaf) for leaf in leaves
-    ]
+def _remembered(run: Run, tree: Any) -> tuple[Any, ...]:
+    """What is in a tree, to compare another with."""
+    leaves, _ = _parts(tree)
+    known = {
+        name: stored.fingerprint(leaf, name) if stored.is_on_host(leaf) else _words(leaf)
+        for name, leaf in leaves.items()
+    }
+    arrays = {name: value for name, value in known.items() if hasattr(value, "dtype")}
+    kinds = {name: (value.shape, str(value.dtype)) for name, value in arrays.items()}
+    others = {name: value for name, value in known.items() if name not in arrays}
+    return kinds, others, run._secrets.digests(arrays)
 
 
 def _check_same(run: Run, tree: Any, name: str) -> None:
     """Refuse a second checkpoint of the same step, if another tree is known to be in the first."""
     if run._saved is None or run._saved[0] != name:
         return
-    (structure, before), (leaves, now) = run._saved[1], jax.tree.flatten(tree)
-    if structure != now or any(_differ(*pair) for pair in zip(before, leaves, strict=True)):
+    if run._saved[1] != _remembered(run, tree):
         raise RuntimeError(
             f"step={run.steps_taken}: was saved already, with another tree; a step has one checkpoint: put all into "
-            "one tree, such as (weights, average, state)"
+            "one tree, such as (weights, average, state), and save what was changed since after the next step"
         )
-
-
-def _differ(before: Any, now: Any) -> bool:
-    """Whether these are known to be other numbers."""
-    if isinstance(before, weakref.ref):
-        before = before()
-        if before is None or before is now or before.is_deleted():
-            return False
-    if isinstance(now, jax.Array) and not now.is_fully_addressable:
-        return False
-    one, other = (np.asarray(_data(leaf, "")) for leaf in (before, now))
-    return one.shape != other.shape or one.dtype != other.dtype or one.tobytes() != other.tobytes()
 
 
 def restore(run: Run, tree: Any, check: Callable[[Any], Any]) -> Any:
@@ -115,11 +114,16 @@ def restore(run: Run, tree: Any, check: Callable[[Any], Any]) -> Any:
     known = checkpoints.verify(found[-1], run.run_id, run.ledger, run._processes)
     contents = json.loads((found[-1] / CONTENTS).read_bytes())
     leaves, state = _parts(tree)
-    own = known.run_id == run.run_id
-    history = _history(state)
-    _check_shapes(contents["shapes"], leaves, history)
-    _check_kinds(contents.get("kinds", {}), leaves)
-    read = _read(found[-1], contents["shapes"], leaves | history)
+    own, history = known.run_id == run.run_id, _history(state)
+    _check_names(contents, leaves, history)
+    # What was saved decides what comes back, and the tree where it lies.
+    arrays = {name: _words(jnp.asarray(leaves[name])) for name in contents["kinds"]}
+    _check_shapes(contents["shapes"], arrays, history)
+    _check_kinds(contents["kinds"], arrays)
+    read = _read(found[-1], contents["shapes"], arrays | history)
+    restored = _from_host(found[-1], contents["host"], leaves) | {
+        name: _as_saved(read[name], leaves[name], name in contents["weak"]) for name in arrays
+    }
     if own:
         provenance = Provenance.loads(contents["noise"])
         state.noise.provenance.expect(provenance, shapes=True)
@@ -136,7 +140,9 @@ def restore(run: Run, tree: Any, check: Callable[[Any], Any]) -> Any:
         state = replace(state, noise=replace(state.noise, history=plain))
         run.steps_taken = known.step
     # Otherwise this is a copy, which begins a run of its own: weights are a start like any other, noise and steps new.
-    return _put_together(tree, {name: read[name] for name in leaves}, state)
+    result = _put_together(tree, restored, state)
+    run._saved = (found[-1].name, _remembered(run, result)) if own else None
+    return result
 
 
 # --- a tree and its leaves ------------------------------------------------------------------------------
@@ -147,30 +153,29 @@ def _is_state(node: Any) -> bool:
 
 
 def _parts(tree: Any) -> tuple[dict[str, Any], PrivateState]:
-    """All arrays by name, but for those of the noise; and its state."""
+    """All leaves by name, but for those of the noise; and its state."""
     leaves, states = {}, []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_state):
         if _is_state(leaf):
             states.append(leaf)
         else:
-            leaves[jax.tree_util.keystr(path)] = _data(leaf, jax.tree_util.keystr(path))
+            leaves[jax.tree_util.keystr(path)] = leaf
     (state,) = states
     return leaves, state
+
+
+def check_arrays(tree: Any) -> None:
+    """Refuse a tree of shapes, or with texts or functions in it, before anything is done with it."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if stored.is_on_host(leaf):
+            stored.check(leaf, jax.tree_util.keystr(path))
 
 
 def _put_together(tree: Any, leaves: dict[str, Any], state: PrivateState) -> Any:
     """A tree like this one."""
 
     def new(path: Any, leaf: Any) -> Any:
-        if _is_state(leaf):
-            return state
-        found = leaves[jax.tree_util.keystr(path)]
-        if _is_key(leaf):
-            return jax.random.wrap_key_data(found, impl=jax.random.key_impl(leaf))
-        if isinstance(leaf, bool | int | float):
-            return type(leaf)(found.item())
-        # A number that takes the type of what it meets must go on to do so, or bfloat16 becomes float32.
-        return jnp.asarray(found.item()) if getattr(leaf, "weak_type", False) and not found.ndim else found
+        return state if _is_state(leaf) else leaves[jax.tree_util.keystr(path)]
 
     return jax.tree_util.tree_map_with_path(new, tree, is_leaf=_is_state)
 
@@ -179,29 +184,20 @@ def _history(state: PrivateState) -> dict[str, Any]:
     return {_PREFIX + name: vectors for name, vectors in state.noise.history.items()}
 
 
-def _data(leaf: Any, name: str) -> Any:
-    """The array; refused where JAX would make another number of it."""
-    if _is_key(leaf):
-        return jax.random.key_data(leaf)
-    try:
-        found = jnp.asarray(leaf)
-        kept = isinstance(leaf, jax.Array) or _is_near(np.asarray(found), np.asarray(leaf))
-    except (TypeError, OverflowError):
-        kept = False
-    if not kept:
-        raise _check.fail(
-            f"tree{name}", type(leaf).__name__, "is not kept as it is: JAX has numbers of 32 bits, and no texts",
-            "save it elsewhere, or as an array of float32 or int32; or jax.config.update('jax_enable_x64', True)",
-        )  # fmt: skip
-    return found
+def _on_devices(leaves: dict[str, Any]) -> dict[str, Any]:
+    """The arrays of JAX among them."""
+    return {name: _words(leaf) for name, leaf in leaves.items() if not stored.is_on_host(leaf)}
 
 
-def _is_near(found: Any, given: Any) -> bool:
-    """The same whole numbers, or the same as float32 has them."""
-    exact = found.dtype.kind in "biu"
-    return bool(
-        np.array_equal(found, given) if exact else np.allclose(found, given, rtol=1e-6, equal_nan=True)
-    )
+def _words(leaf: Any) -> Any:
+    """Numbers: of random keys, their words."""
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _as_saved(found: Any, like: Any, is_weak: bool) -> Any:
+    if _is_key(like):
+        return jax.random.wrap_key_data(found, impl=jax.random.key_impl(like))
+    return stored.weakened(found) if is_weak else found
 
 
 def _is_key(leaf: Any) -> bool:
@@ -245,27 +241,41 @@ def _as_free(found: Any, like: Any) -> Any:
     return found if like.committed else jnp.asarray(np.asarray(found))
 
 
-def _check_shapes(saved: dict[str, Any], leaves: dict[str, Any], history: dict[str, Any]) -> None:
-    """Refuse what is of another model; a history that lies flat may have another padding, on another mesh."""
-    for name, leaf in (leaves | history).items():
-        if name not in saved:
-            raise _check.fail(
-                "tree", name, "is not in the checkpoint, which is of another model or optimizer"
-            )
-        fits = len(saved[name]) == leaf.ndim and (name in history or tuple(saved[name]) == leaf.shape)
-        if not fits:
-            raise _check.fail(f"shape of {name}", leaf.shape, f"the checkpoint has {tuple(saved[name])}")
-    if beyond := sorted(saved.keys() - leaves.keys() - history.keys()):
+def _from_host(folder: Path, descriptions: dict[str, Any], leaves: dict[str, Any]) -> dict[str, Any]:
+    """The values of the host, of the types that they had."""
+    content, begin, values = (folder / HOST).read_bytes(), 0, {}
+    for name, description in descriptions.items():
+        end = begin + stored.size(description)
+        values[name] = stored.as_given(stored.unpacked(description, content[begin:end]), leaves[name], name)
+        begin = end
+    return values
+
+
+def _check_names(contents: dict[str, Any], leaves: dict[str, Any], history: dict[str, Any]) -> None:
+    saved, given = {*contents["shapes"], *contents["host"]}, leaves.keys() | history.keys()
+    if missing := sorted(given - saved):
+        raise _check.fail(
+            "tree", missing[0], "is not in the checkpoint, which is of another model or optimizer"
+        )
+    if beyond := sorted(saved - given):
         raise _check.fail(
             "tree", beyond[0], f"is in the checkpoint and not in the tree, as one of {len(beyond)}",
             "give a tree of the same structure and optimizer as the one that was saved",
         )  # fmt: skip
 
 
+def _check_shapes(saved: dict[str, Any], arrays: dict[str, Any], history: dict[str, Any]) -> None:
+    """Refuse what is of another model; a history that lies flat may have another padding, on another mesh."""
+    for name, leaf in (arrays | history).items():
+        fits = len(saved[name]) == leaf.ndim and (name in history or tuple(saved[name]) == leaf.shape)
+        if not fits:
+            raise _check.fail(f"shape of {name}", leaf.shape, f"the checkpoint has {tuple(saved[name])}")
+
+
 def _check_kinds(saved: dict[str, str], leaves: dict[str, Any]) -> None:
     """Refuse to make other numbers of those that were saved."""
     for name, leaf in leaves.items():
-        if saved.get(name, str(leaf.dtype)) != str(leaf.dtype):
+        if saved[name] != str(leaf.dtype):
             raise _check.fail(
                 f"dtype of {name}", str(leaf.dtype), f"the checkpoint has {saved[name]}",
                 "give a tree of that type, and convert it after run.restore",

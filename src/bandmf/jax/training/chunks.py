@@ -72,7 +72,7 @@ class Programs:
 
 
 def as_stored(carry: Any) -> Any:
-    """What goes into a chunk, as a checkpoint would give it again: with types that are not promoted."""
+    """What goes into a chunk, and comes out of it: with types that are not promoted."""
     return jax.tree.map(
         lambda leaf: leaf.astype(leaf.dtype) if getattr(leaf, "weak_type", False) else leaf, carry
     )

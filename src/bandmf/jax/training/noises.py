@@ -6,9 +6,9 @@ and one that was traced for another program not at all. So they are counted in w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
+from bandmf.jax.clipping.draws import inside
 from bandmf.jax.noise.digest import WORDS
 from bandmf.jax.privatize import CORE
 
@@ -18,7 +18,7 @@ _REPEAT = ("scan", "while", "shard_map", "xla_pmap", "pmap")
 
 def check_one(program: Any) -> None:
     """Refuse a scan over steps, the only one in this jaxpr, whose body does not draw the noise of its step once."""
-    (body,) = [part for eqn in program.eqns if eqn.primitive.name == "scan" for part in _inside(eqn)]
+    (body,) = [part for eqn in program.eqns if eqn.primitive.name == "scan" for part in inside(eqn)]
     count = _count(body)
     if not count:
         raise ValueError(
@@ -42,7 +42,7 @@ def _drawn(eqn: Any) -> int:
         if eqn.outvars[0].aval.shape != (WORDS,):  # the digests of several sums
             raise _refused("vmap")
         return 1
-    counts = [_count(part) for part in _inside(eqn)]
+    counts = [_count(part) for part in inside(eqn)]
     if not any(counts):
         return 0
     if eqn.primitive.name in _REPEAT:
@@ -62,12 +62,3 @@ def _refused(where: str) -> ValueError:
         f"advance: used privatize inside of {where}, and so for several sums; a step has one sum, and one noise: use "
         "it outside, for the one sum of all parameters"
     )
-
-
-def _inside(eqn: Any) -> Iterator[Any]:
-    """The jaxprs that an equation calls."""
-    for value in eqn.params.values():
-        for each in value if isinstance(value, (tuple, list)) else (value,):
-            each = getattr(each, "jaxpr", each)
-            if hasattr(each, "eqns"):
-                yield each

@@ -348,6 +348,7 @@ class Run:
         """
         if self._batch is not None:
             raise RuntimeError("save() in the middle of a step would lose it; save after run.release")
+        checkpoint.check_arrays(tree)
         state = self._state_in(tree)
         self._begin(state)
         return checkpoint.save(self, tree)
@@ -357,12 +358,14 @@ class Run:
 
         The state of the optimizer in `tree` may be as its init gives it, or any later one of this run.
         """
+        checkpoint.check_arrays(tree)
         state = self._one_state(tree)
         state.check_coefficients()  # no checkpoint has them
         self._begin(state)
+        self._saved = None
         result = checkpoint.restore(self, tree, self._state_in)
         self._passes, self._batch, self._last = self._passes + 1, None, None
-        self._restored, self._saved = self._passes, None
+        self._restored = self._passes
         self._noise.remember(result)
         return result
 

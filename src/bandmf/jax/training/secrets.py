@@ -22,7 +22,7 @@ class Secrets:
     def __init__(self, key: Key) -> None:
         self._noise = chacha.key_words(key.derive("noise").secret)
         self.run, self.seeds = (jnp.asarray(_first_words(key.derive(use).secret)) for use in ("run", "sums"))
-        self._digest = jax.jit(digest)
+        self._digest, self._digests = jax.jit(digest), jax.jit(_each)
 
     def of_step(self, plan: Plan, step: int, total: jax.Array | None = None) -> Secret:
         """For this step and the sum with this digest; or, without, for steps that are taken at once."""
@@ -35,6 +35,21 @@ class Secrets:
     def digest(self, tree: Any) -> bytes:
         """Of every bit of a pytree."""
         return np.asarray(self._digest(tree, self.seeds)).tobytes()
+
+    def digests(self, arrays: dict[str, Any]) -> dict[str, bytes]:
+        """Of every array by itself, wherever it lies: one program for those on the same devices."""
+        groups: dict[Any, dict[str, Any]] = {}
+        for name, leaf in arrays.items():
+            devices = frozenset(leaf.sharding.device_set) if isinstance(leaf, jax.Array) else frozenset()
+            groups.setdefault(devices, {})[name] = leaf
+        found = {
+            name: each for group in groups.values() for name, each in self._digests(group, self.seeds).items()
+        }
+        return {name: np.asarray(each).tobytes() for name, each in found.items()}
+
+
+def _each(arrays: dict[str, Any], seeds: jax.Array) -> dict[str, jax.Array]:
+    return {name: digest(leaf, seeds) for name, leaf in arrays.items()}
 
 
 def examined(total: Clipped, seeds: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -17,7 +17,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from bandmf import _check
-from bandmf.jax.training.loaders import check_loads_apart, of_another_shape, warn_of_repeated
+from bandmf.jax.training.loaders import Loader
+from bandmf.jax.training.loaders.asking import check_count
 from bandmf.jax.training.trials import Mixed, Trials
 from bandmf.randomness.stream import Indices
 
@@ -47,10 +48,8 @@ class Source:
         capacity: int | None,
         sharding: NamedSharding | None,
     ) -> None:
-        self._load = data if callable(data) else partial(_take, _checked(data, examples))
-        self._loads_apart = not callable(data)  # whether rows are known not to depend on others
-        self._rows_alike: Any = None  # shapes and types of rows, once there were any
-        self._examples, self._sharding, self.trials = examples, sharding, Trials()
+        self._loader, self.trials = Loader(data, examples), Trials()
+        self._examples, self._sharding = examples, sharding
         self._share = 1 if sharding is None else _shares(sharding)
         if capacity is None:
             usual = batch_size + _DEVIATIONS * math.sqrt(batch_size) + 1
@@ -58,7 +57,7 @@ class Source:
         self.capacity = -(-_check.whole("capacity", capacity) // self._share) * self._share
 
     def holding(self, rows: int) -> Source:
-        """The same with room for so many rows."""
+        """The same with room for so many rows; what was learned of the data is known to both."""
         larger = copy.copy(self)
         larger.capacity = -(-max(rows, self.capacity) // self._share) * self._share
         return larger
@@ -73,13 +72,15 @@ class Source:
         everywhere = np.concatenate([indices, anywhere])[: self.capacity]
         data = self._placed(everywhere[None], leading=0).data
 
-        def with_others_or_nothing(kept: Any, others: bool, factors: Any = None) -> Rows:
-            mask = self._placed_mask(kept, leading=0)
+        def with_others_or_nothing(
+            kept: Any, others: bool, factors: Any = None, turned: bool = False
+        ) -> Rows:
+            mask = self._placed_mask(kept[::-1] if turned else kept, leading=0)
             if not others:
                 return Rows(_without(data, mask, _pads_with_nan()), mask)
             # Anew each time, as a function may take what it is given.
             scales = self._placed_mask(np.ones(self.capacity) if factors is None else factors, leading=0)
-            return Rows(_scaled(data, scales), mask)
+            return Rows(_scaled(data, scales, turned), mask)
 
         return with_others_or_nothing
 
@@ -142,34 +143,18 @@ class Source:
         valid = places >= 0
         # The largest index of all fills the rest: even a function that sorts them gives no other example for it.
         asked = np.where(valid, places, places.max(initial=0))
-        if not self._loads_apart and valid.sum() > 1:
-            _check_arrays(jax.tree.leaves(self._load(asked)))
-            check_loads_apart(self._load, places[valid])
-            if jax.process_count() == 1:  # others may not have all examples
-                warn_of_repeated(self._load, self._examples)
-            self._loads_apart = True
-        found = self._load(asked)
-        _check_arrays(jax.tree.leaves(found))
-        alike = [(leaf.shape[1:], leaf.dtype) for leaf in jax.tree.leaves(found)]
-        if self._rows_alike not in (None, alike):
-            raise of_another_shape(self._load)
-        self._rows_alike = alike
+        found = self._loader.rows(asked, valid)
         return jax.tree.map(lambda leaf: _masked(leaf, valid, _pads_with_nan()), found)
-
-
-def _take(data: Any, indices: Indices) -> Any:
-    return jax.tree.map(lambda leaf: leaf[indices], data)
 
 
 def _masked(leaf: Any, valid: Any, with_nan: bool) -> Any:
     """The rows that are valid, and others that are none."""
-    if len(leaf) != len(valid):
-        raise _check.fail("data", len(leaf), f"must give one row for each of {len(valid)} indices")
+    check_count(leaf, valid)
     if _is_key(leaf):
         return _as_kind(_masked(_bits(leaf), valid, with_nan), leaf)
     wide = valid.reshape(-1, *[1] * (leaf.ndim - 1))
     # So that a row counts nothing even where a mask is forgotten: its gradient is not finite.
-    has_nan = with_nan and jnp.issubdtype(leaf.dtype, jnp.floating)
+    has_nan = with_nan and jnp.issubdtype(leaf.dtype, jnp.inexact)
     nothing = np.full((), np.nan if has_nan else 0, leaf.dtype)
     if isinstance(leaf, jax.Array):
         return jnp.where(wide, leaf, nothing)
@@ -181,12 +166,14 @@ def _without(data: Any, mask: Array, with_nan: bool) -> Any:
     return jax.tree.map(lambda leaf: _masked(leaf, mask, with_nan), data)
 
 
-@jax.jit
-def _scaled(data: Any, scales: Array) -> Any:
-    """Numbers times the factor of their row; new arrays in any case."""
+@partial(jax.jit, static_argnums=2)
+def _scaled(data: Any, scales: Array, turned: bool) -> Any:
+    """Numbers times the factor of their row, the last row first if it is turned; new arrays in any case."""
 
     def scaled(leaf: Array) -> Array:
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        if turned:
+            leaf = _as_kind(jnp.flip(_bits(leaf), 0), leaf)
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             return leaf.copy()
         return leaf * scales.reshape(-1, *[1] * (leaf.ndim - 1)).astype(leaf.dtype)
 
@@ -210,48 +197,6 @@ def _bits(leaf: Any) -> Any:
 def _as_kind(bits: Any, like: Any) -> Any:
     """What these numbers are of: random keys, where the other is."""
     return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(like)) if _is_key(like) else bits
-
-
-def _checked(data: Any, examples: int) -> Any:
-    leaves = jax.tree.leaves(data)
-    if (
-        isinstance(data, list)
-        and len(data) == examples
-        and any(not _is_long(leaf, examples) for leaf in leaves)
-    ):
-        raise _check.fail(
-            "data", "list", "must be a pytree of arrays whose first dimension counts the examples, not a list of them",
-            "stack them: jax.tree.map(lambda *rows: np.stack(rows), *data)",
-        )  # fmt: skip
-    _check_arrays(leaves)
-    for leaf in leaves:
-        if len(leaf) != examples:
-            raise _check.fail(
-                "len(data)", len(leaf), f"must be the plan's examples={examples}",
-                "data is a pytree of arrays whose first dimension counts the examples; an example keeps its index",
-            )  # fmt: skip
-    return data
-
-
-def _check_arrays(leaves: list[Any]) -> None:
-    """Values are not shown: they are somebody's."""
-    for leaf in leaves or [None]:
-        if not _is_array(leaf):
-            raise _check.fail(
-                "data", type(leaf).__name__, "must be a pytree of arrays of numbers whose first dimension counts the "
-                "examples", "Python lists are trees of numbers to JAX: use np.asarray, and numbers in place of texts",
-            )  # fmt: skip
-
-
-def _is_long(leaf: Any, rows: int) -> bool:
-    return _is_array(leaf) and len(leaf) == rows
-
-
-def _is_array(leaf: Any) -> bool:
-    if not isinstance(leaf, np.ndarray | jax.Array) or isinstance(leaf, np.ma.MaskedArray) or not leaf.ndim:
-        return False
-    kind = getattr(leaf.dtype, "kind", "V")  # random keys have none
-    return kind not in "OSUMm" and getattr(leaf.dtype, "names", None) is None
 
 
 def _shares(sharding: NamedSharding) -> int:

@@ -2,9 +2,10 @@
 
 It is tried with other masks. With all rows masked, everything must be zero. With some rows masked, here and there, it
 must not matter what is in them: they are tried with examples there and without. What the function gives for these rows
-and for the others must add up to what it gives for all, or examples depend on each other; also with rows of other
-sizes, as clipping hides it where all gradients are long. And a few examples are tried alone, again after 10, 100, ...
-batches. The examples are those of the batch, then others, and nothing of them leaves this file.
+and for the others must add up to what it gives for all, or examples depend on each other; also with the same examples
+in other rows, as the row of an example depends on who else is there. A few examples are tried alone, again after 10,
+100, ... batches. Last, halves are tried with rows of other sizes, as clipping hides much where all gradients are long.
+The examples are those of the batch, then others, and nothing of them leaves this file.
 
 This says something of an array only if it is not always zero. So a function is tried at the first batch, and again at
 one that gives an array which was zero before.
@@ -26,10 +27,12 @@ from bandmf.jax.clipping import Clipped, Examples
 from bandmf.jax.training.pieces import check_sums
 from bandmf.jax.training.trials.comparing import Arrays, added, nonzero, not_added, squares, unlike
 from bandmf.jax.training.trials.functions import identity
+from bandmf.jax.training.trials.sizes import TrialError, at_other_sizes, has_open_loop
 
 Array = jax.Array
-# Data and mask with these rows kept; examples in the others, or nothing; and factors of the rows' numbers, if any.
-Mixed = Callable[[Any, bool, Any], Any]
+# Data and mask with these rows kept; examples in the others, or nothing; factors of the rows' numbers, if any; and
+# whether the last row comes first.
+Mixed = Callable[[Any, bool, Any, bool], Any]
 MASK_FORGOTTEN = (
     "mask: rows that are masked count in the sum; pass the mask on: "
     "batch.sum(lambda data, mask: gradient(weights, data, mask=mask)), or batch.sum(partial(gradient, weights)); and "
@@ -40,8 +43,11 @@ NO_SUM = (
     "examples depend on each other; compute nothing from several rows (means, batch norms, negatives), return the sum "
     "of clipped gradients in float32 (no mean: the planned batch size divides it later), and pass the mask on"
 )
-# Of the numbers in the rows of each half: what clipping hides at one size shows at another.
-_SCALES = ((1.0, 1.0), (1e6, 1.0), (1e-4, 1e-4), (1e-8, 1e-8))
+BY_PLACE = (
+    "sum: what the function gives for an example depends on the row that it is in, and so on who else is in the batch; "
+    "make nothing by place (random keys split over the rows): keep a number of each example in the data, and derive "
+    "its key from that, jax.random.fold_in(jax.random.fold_in(key, batch.step), number)"
+)
 _ALONE = 3  # examples
 _AGAIN = 5  # calls that show whether a function is random
 _AGAIN_AT = frozenset(
@@ -121,25 +127,27 @@ def _tried(gradient: Callable[..., Any], rows: int, mixed: Mixed, result: Any) -
     clip_norms, by_row = _clip_norms(result), _of_examples(result)
     places = [place for place in range(len(clip_norms)) if place not in by_row]
 
-    def found(kept: Any, others: bool = True, factors: Any = None) -> Arrays:
-        leaves = _called(gradient, *mixed(kept, others, factors))
+    def found(kept: Any, others: bool = True, factors: Any = None, turned: bool = False) -> Arrays:
+        leaves = _called(gradient, *mixed(kept, others, factors, turned))
         return {place: leaves[place] for place in places if place < len(leaves)}
 
     some, rest = _halves(rows)
     counted = nonzero(found(some & rest))
     suspects = unlike(found(some), found(some, others=False)) | unlike(found(rest), found(rest, others=False))
-    no_sums, shown = frozenset[int](), frozenset[int]()
-    for scale, other in _SCALES:
-        factors = None if scale == other == 1 else np.where(some, scale, other)
-        sums = added(found(some, factors=factors), found(rest, factors=factors))
-        whole = found(some | rest, factors=factors)
-        no_sums, shown = no_sums | not_added(sums, whole), shown | nonzero(whole)
-        del sums, whole
-    if suspects | no_sums:
-        random = _random(found, some)
-        suspects, no_sums = suspects - random, no_sums - random
+    sums, whole = added(found(some), found(rest)), found(some | rest)
+    no_sums, shown = not_added(sums, whole), nonzero(whole)
+    del whole
+    moved = not_added(sums, found(some | rest, turned=True)) - no_sums
+    del sums
     alone = _alone(found, rows, len(clip_norms))
-    wrong = dict.fromkeys(no_sums | by_row, NO_SUM) | dict.fromkeys(suspects | counted, MASK_FORGOTTEN)
+    loops = has_open_loop(lambda *rows: _called(gradient, *rows), *mixed(some, True, None, False))
+    more_no_sums, more_shown = at_other_sizes(found, some, loops)
+    no_sums, shown = no_sums | more_no_sums, shown | more_shown
+    if suspects | no_sums | moved:
+        random = _random(found, some)
+        suspects, no_sums, moved = suspects - random, no_sums - random, moved - random
+    reasons = {BY_PLACE: moved, NO_SUM: no_sums | by_row, MASK_FORGOTTEN: suspects | counted}
+    wrong = {place: reason for reason, these in reasons.items() for place in these}
     return Verdict(wrong, alone, clip_norms, frozenset(places) - shown - wrong.keys())
 
 
@@ -150,7 +158,7 @@ def _alone(found: Callable[[Any], Arrays], rows: int, places: int) -> FloatArray
 
 
 def _arrays(gradient: Callable[..., Any], mixed: Mixed, kept: Any) -> Arrays:
-    return dict(enumerate(_called(gradient, *mixed(kept, True, None))))
+    return dict(enumerate(_called(gradient, *mixed(kept, True, None, False))))
 
 
 def _random(found: Callable[[Any], Arrays], kept: Any) -> frozenset[int]:
@@ -165,8 +173,8 @@ def _called(gradient: Callable[..., Any], data: Any, mask: Array) -> list[Any]:
     try:
         return jax.tree.leaves(gradient(data, mask=mask))
     except Exception as error:
-        raise RuntimeError(
-            "batch.sum called its function once more, with other rows masked, to see that these do not count, and it "
+        raise TrialError(
+            "batch.sum called its function once more, with other rows masked, moved or scaled, and it "
             f"failed ({type(error).__name__}: {error}); a function may be called with any mask and any number of "
             "times: do not donate weights to it, and take batches without an example for granted"
         ) from error

@@ -1,0 +1,172 @@
+"""What a function for the data gives if it is asked for the same examples in other company.
+
+A row must be the same beside all others of a batch, beside half of them, and where every row is that one. What is
+another each time, for the same indices, can only be warned of: random changes cannot be told from statistics there.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bandmf import _check
+from bandmf.randomness.stream import Indices
+
+if TYPE_CHECKING:
+    from bandmf.jax.training.loaders import Loader
+
+_AGAIN = 40  # times that rows are loaded again, to see whether they are random
+_ALONE = 3  # examples
+_LAST = 8  # examples at the end that are one by no accident
+_ROUNDING = (
+    1e-3  # of a column's largest number: products of matrices round otherwise for other numbers of rows
+)
+_DIGITS = 4  # units in the last place of the largest number of all, for columns that are nearly zero
+
+
+def varying_arrays(load: Loader, indices: Indices) -> list[int]:
+    """Refuse a function that gives other rows if others are asked for; the arrays that are another each time."""
+    middle = len(indices) // 2
+    # The second half first: a function that sorts indices, say for a file, puts rows in other places.
+    halves = indices[middle:], indices[:middle]
+    together = np.concatenate(halves)
+    whole, *parts = (_loaded(load, part) for part in (together, *halves))
+    alone = [(row, _loaded(load, np.full_like(together, together[row]))) for row in _spread(len(together))]
+    _check_alike(load, [whole, *parts, *(rows for _, rows in alone)])
+    others = _unlike(whole, [np.concatenate(leaves) for leaves in zip(*parts, strict=True)])
+    for row, found in alone:
+        # In the same place among as many rows: nothing rounds otherwise then, nor is compiled again.
+        beside = [_with_row(leaf, row, rows[row]) for leaf, rows in zip(whole, found, strict=True)]
+        others |= _unlike(whole, beside, rounding=0.0)
+    varying = set[int]()
+    for _ in range(_AGAIN):
+        if others <= varying:
+            return sorted(varying)
+        varying |= _unlike(whole, _loaded(load, together))
+    if others <= varying:
+        return sorted(varying)
+    raise _refused(
+        load, "other rows", "compute each row from its own example, and keep the order of the indices"
+    )
+
+
+def warn_of_varying(load: Loader, varying: list[int], names: list[str]) -> None:
+    """Say what cannot be seen in arrays that are another each time; of all, that indices may be ignored."""
+    every = len(varying) == len(names)
+    which = "all arrays" if every else " and ".join(f"data{names[place]}" for place in varying)
+    stream = (
+        "; where it ignores the indices, as a stream does, examples take part in other steps than planned"
+        if every
+        else ""
+    )
+    warnings.warn(
+        f"data={load.name!r}: gives other rows for the same indices each time, in {which}, and whether they depend on "
+        "other examples cannot be seen there: change each example by itself, and keep no statistics of a batch or of "
+        f"rows loaded before{stream}. After a restart steps can be repeated only if the changes are derived from the "
+        "index, or are made in the loss, from a number of the example and batch.step",
+        stacklevel=2,
+    )
+
+
+def check_end(load: Loader, examples: int) -> None:
+    """Indices beyond the end of an array of JAX are the last one: its example would count many times."""
+    if examples < 2 * _LAST or not _is_one_row(_loaded(load, np.arange(examples - 2, examples))):
+        return
+    if not _is_one_row(_beyond(load, examples)) or _is_one_row(_loaded(load, np.arange(_LAST))):
+        return
+    sentence = (
+        f"and one beyond the end, are one row; if there are fewer than examples={examples}, the last one counts for "
+        "all that are not there: plan for the examples that there are, or let the function raise IndexError for "
+        f"indices from {examples} on (NumPy does, arrays of JAX do not)"
+    )
+    if _is_one_row(_loaded(load, np.arange(examples - _LAST, examples))):
+        raise ValueError(f"data={load.name!r}: the last {_LAST} examples, {sentence}")
+    warnings.warn(f"data={load.name!r}: the last two examples, {sentence}", stacklevel=2)
+
+
+def _beyond(load: Loader, examples: int) -> list[Any]:
+    """The last example, and what is given for an index that has none; if it is refused, two rows that differ."""
+    try:
+        return _loaded(load, np.array([examples - 1, 2 * examples]))
+    except Exception:  # of whatever kind: that is as it should be
+        return [np.arange(2)]
+
+
+def of_another_shape(load: Loader) -> ValueError:
+    return _refused(
+        load, "rows of another shape", "pad rows to one length: every shape is compiled by itself"
+    )
+
+
+def _refused(load: Loader, gives: str, remedy: str) -> ValueError:
+    return _check.fail(
+        "data", load.name,
+        f"gives {gives} for an example if other examples are asked for, too (a mean or a largest number of the batch, "
+        "mixed or sorted rows, the longest text), so examples would depend on each other", remedy,
+    )  # fmt: skip
+
+
+# --- rows ---------------------------------------------------------------------------------------------------
+
+
+def _loaded(load: Loader, indices: Indices) -> list[Any]:
+    """Copies, as a function may use its memory again."""
+    leaves = [np.array(_bits(leaf)) for leaf in jax.tree.leaves(load(indices))]
+    for leaf in leaves:
+        check_count(leaf, indices)
+    return leaves
+
+
+def check_count(leaf: Any, indices: Any) -> None:
+    """Neither number is shown: how many there are in a batch is secret."""
+    if len(leaf) != len(indices):
+        raise ValueError("data: must give one row for each index, in every array, and gives more or fewer")
+
+
+def _check_alike(load: Loader, several: list[list[Any]]) -> None:
+    shapes = {tuple(leaf.shape[1:] for leaf in leaves) for leaves in several}
+    if len(shapes) > 1:
+        raise of_another_shape(load)
+
+
+def _spread(rows: int) -> list[int]:
+    return sorted({round(place) for place in np.linspace(0, rows - 1, _ALONE)})
+
+
+def _with_row(leaf: Any, place: int, row: Any) -> Any:
+    changed = leaf.copy()
+    changed[place] = row
+    return changed
+
+
+def _is_one_row(leaves: list[Any]) -> bool:
+    return all(bool((leaf == leaf[:1]).all()) for leaf in leaves)
+
+
+def _unlike(some: list[Any], others: list[Any], rounding: float = _ROUNDING) -> set[int]:
+    """Which arrays differ."""
+    pairs = enumerate(zip(some, others, strict=True))
+    return {place for place, pair in pairs if _is_other(*pair, rounding)}
+
+
+def _is_other(one: Any, other: Any, rounding: float) -> bool:
+    if not jnp.issubdtype(one.dtype, jnp.inexact):
+        return one.tobytes() != other.tobytes()
+    if jnp.issubdtype(one.dtype, jnp.complexfloating):
+        return _is_other(one.real, other.real, rounding) or _is_other(one.imag, other.imag, rounding)
+    last_place = float(jnp.finfo(one.dtype).eps)
+    one, other = (array.astype(np.float64) for array in (one, other))
+    sizes = np.abs(np.where(np.isfinite(one), one, 0))
+    # By column: one in small units would be nothing beside one in large units.
+    allowed = np.maximum(rounding * sizes.max(0, initial=0.0), _DIGITS * last_place * sizes.max(initial=0.0))
+    return not np.isclose(one, other, rtol=0, atol=allowed, equal_nan=True).all()
+
+
+def _bits(leaf: Any) -> Any:
+    """Numbers: of random keys, their words."""
+    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(leaf) if is_key else leaf

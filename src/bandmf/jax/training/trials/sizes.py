@@ -1,0 +1,70 @@
+"""Trials with rows of other sizes: statistics of a batch that clipping hides at one size show at another.
+
+A function that fails at such sizes need not be wrong, as it may look at the range of its data. Larger numbers come
+last, and not at all where a loop ends by a condition: one that waits for an absolute error would not end.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from bandmf.jax.clipping.draws import inside
+from bandmf.jax.training.trials.comparing import Arrays, added, nonzero, not_added
+
+# Of the numbers in the rows of each half; with smaller ones, less shows than with larger ones.
+_SCALES, _INSTEAD = ((1e-4, 1e-4), (1e-8, 1e-8), (1e6, 1.0)), (1.0, 1e-6)
+
+
+class TrialError(RuntimeError):
+    """A function that was tried gave no result."""
+
+
+def at_other_sizes(
+    found: Callable[..., Arrays], some: Any, has_open_loop: bool
+) -> tuple[frozenset[int], frozenset[int]]:
+    """The places of what is no sum, and of what is not zero, for rows of other sizes."""
+    no_sums, shown, waiting = frozenset[int](), frozenset[int](), list(_SCALES)
+    while waiting:
+        scale, other = waiting.pop(0)
+        larger, factors = scale > 1, np.where(some, scale, other)
+        try:
+            if larger and has_open_loop:
+                raise TrialError(
+                    "it has a loop that ends by a condition, which may never hold for larger numbers"
+                )
+            sums = added(found(some, factors=factors), found(~some, factors=factors))
+            whole = found(np.ones_like(some), factors=factors)
+        except TrialError as error:
+            _warn(max(scale, other) if larger else min(scale, other), error)
+            waiting += [_INSTEAD] if larger else []
+            continue
+        no_sums, shown = no_sums | not_added(sums, whole), shown | nonzero(whole)
+        del sums, whole
+    return no_sums, shown
+
+
+def _warn(scale: float, error: TrialError) -> None:
+    reason = error if error.__cause__ is None else f"it failed: {error.__cause__!r}"
+    warnings.warn(
+        f"batch.sum: tries its function at first with the numbers in some rows multiplied, also by {scale:g}, as "
+        f"statistics of a batch show there that clipping hides; that was left out, and they may go unseen ({reason})",
+        stacklevel=2,
+    )
+
+
+def has_open_loop(function: Callable[..., Any], *given: Any) -> bool:
+    """Whether a loop in what is traced ends by a condition; not, where a function cannot be traced."""
+    try:
+        program = jax.make_jaxpr(function)(*given).jaxpr
+    except Exception:  # it computes on the host, which is no mistake
+        return False
+    return _loops(program)
+
+
+def _loops(program: Any) -> bool:
+    return any(eqn.primitive.name == "while" or any(map(_loops, inside(eqn))) for eqn in program.eqns)
