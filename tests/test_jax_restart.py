@@ -23,7 +23,7 @@ from bandmf import Key
 from bandmf.jax import Run
 from bandmf.jax.privatize import private_states
 from bandmf.ledger import checkpoints, seal
-from children import HERE, devices
+from children import HERE, devices, environment
 from jax_training import STEPS, Training, data, flat, open_run
 from sweeps import in_turn
 from training import same_run
