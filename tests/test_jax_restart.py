@@ -506,6 +506,34 @@ def test_a_run_can_go_back_to_its_checkpoint_in_the_same_process(tmp_path):
         np.testing.assert_array_equal(flat(training.steps(run, *again)[0]), flat(end[0]))
 
 
+ODD = {
+    "another order of bytes": np.arange(3).astype(">i4"),
+    "long numbers": np.longdouble(1) / 3,
+    "a truth that was computed": jnp.asarray(1.0) > 0,
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_leaves_that_have_no_twin_in_jax_are_saved_and_restored(tmp_path, kind):
+    chosen = tiny.plan()
+    training = Training(chosen)
+    leaf, run = ODD[kind], open_run(chosen, tmp_path / "run")
+    run.save((*training.begin(), leaf))
+    run.close()
+    *_, found = open_run(chosen, tmp_path / "run").restore((*training.begin(), leaf))
+    np.testing.assert_array_equal(found, leaf)
+    assert np.asarray(found).dtype == np.asarray(leaf).dtype.newbyteorder("=")
+
+
+def test_a_state_that_was_taken_from_its_devices_is_refused_before_anything_is_written(tmp_path):
+    chosen = tiny.plan()
+    training = Training(chosen)
+    run = open_run(chosen, tmp_path / "run")
+    with pytest.raises(ValueError, match=r"tree='noise as ndarray': .*without jax\.device_get"):
+        run.save(jax.device_get(training.begin()))
+    assert not list((tmp_path / "run" / "checkpoints").glob("[0-9]*"))
+
+
 def test_arrays_on_several_devices_are_saved_and_compared(tmp_path):
     """Two virtual devices: one program cannot take arrays that are bound to different ones."""
     code = """if True:
@@ -515,12 +543,18 @@ def test_arrays_on_several_devices_are_saved_and_compared(tmp_path):
         chosen = tiny.plan()
         run, training = tiny.open_run(chosen, sys.argv[1]), tiny.Training(chosen)
         more = [jax.device_put(np.ones(3, np.float32), device) for device in (first, second)]
-        for leaves in (more, more[::-1], jax.device_get(more)):
+        for order in ((first, second), (second, first)):
+            mesh = jax.sharding.Mesh(np.array(order), ("d",))
+            spec = jax.sharding.PartitionSpec("d")
+            more.append(jax.device_put(np.ones(4, np.float32), jax.sharding.NamedSharding(mesh, spec)))
+        host = jax.sharding.SingleDeviceSharding(first, memory_kind="pinned_host")
+        more.append(jax.device_put(np.ones(3, np.float32), host))
+        for leaves in (more, [more[1], more[0], *more[2:]], jax.device_get(more)):
             run.save((*training.begin(), leaves))
         with pytest.raises(RuntimeError, match="was saved already, with another tree"):
-            run.save((*training.begin(), [more[0], 2 * more[1]]))
+            run.save((*training.begin(), [more[0], 2 * more[1], *more[2:]]))
         *_, found = run.restore((*training.begin(), more))
-        assert [leaf.devices() for leaf in found] == [{first}, {second}]
+        assert [leaf.devices() for leaf in found[:2]] == [{first}, {second}]
         """
     flags = environment(JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_force_host_platform_device_count=2")
     subprocess.run([sys.executable, "-c", code, tmp_path / "run"], env=flags, check=True)

@@ -51,7 +51,9 @@ def save(run: Run, tree: Any) -> Path:
     leaves, state = _parts(tree)
     arrays, history = _on_devices(leaves), _history(state)
     packed = {name: stored.packed(leaf, name) for name, leaf in leaves.items() if name not in arrays}
-    weak = [name for name in arrays if getattr(leaves[name], "weak_type", False)]
+    weak = [
+        name for name in arrays if getattr(leaves[name], "weak_type", False) and leaves[name].dtype != bool
+    ]
     for name in weak:
         stored.check_weak(leaves[name], name)
     written = [*arrays.values(), *(_xor(state, name, run._key, salt) for name in history)]
@@ -69,8 +71,9 @@ def save(run: Run, tree: Any) -> Path:
     first(lambda: create_secret(draft / CONTENTS, json.dumps(contents).encode()))
     names = first(lambda: _on_disk(draft))
     checkpoints.add_seal(draft, names, run.steps_taken, run.ledger, run._key, run._processes)
+    remembered = _remembered(run, tree)
     first(lambda: checkpoints.publish(draft, target))
-    run._saved = name_of_step, _remembered(run, tree)
+    run._saved = name_of_step, remembered
     return target
 
 
@@ -112,7 +115,7 @@ def restore(run: Run, tree: Any, check: Callable[[Any], Any]) -> Any:
             check(tree)  # it would be remembered as noise that is right
         return tree
     known = checkpoints.verify(found[-1], run.run_id, run.ledger, run._processes)
-    contents = json.loads((found[-1] / CONTENTS).read_bytes())
+    contents = {"host": {}, "weak": []} | json.loads((found[-1] / CONTENTS).read_bytes())
     leaves, state = _parts(tree)
     own, history = known.run_id == run.run_id, _history(state)
     _check_names(contents, leaves, history)
@@ -181,6 +184,12 @@ def _put_together(tree: Any, leaves: dict[str, Any], state: PrivateState) -> Any
 
 
 def _history(state: PrivateState) -> dict[str, Any]:
+    for vectors in state.noise.history.values():
+        if not isinstance(vectors, jax.Array):
+            raise _check.fail(
+                "tree", f"noise as {type(vectors).__name__}", "must be the state as it is on its devices",
+                "give run.save the state that run.release returned, without jax.device_get",
+            )  # fmt: skip
     return {_PREFIX + name: vectors for name, vectors in state.noise.history.items()}
 
 
@@ -243,7 +252,7 @@ def _as_free(found: Any, like: Any) -> Any:
 
 def _from_host(folder: Path, descriptions: dict[str, Any], leaves: dict[str, Any]) -> dict[str, Any]:
     """The values of the host, of the types that they had."""
-    content, begin, values = (folder / HOST).read_bytes(), 0, {}
+    content, begin, values = (folder / HOST).read_bytes() if descriptions else b"", 0, {}
     for name, description in descriptions.items():
         end = begin + stored.size(description)
         values[name] = stored.as_given(stored.unpacked(description, content[begin:end]), leaves[name], name)

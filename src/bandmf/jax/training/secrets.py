@@ -40,8 +40,7 @@ class Secrets:
         """Of every array by itself, wherever it lies: one program for those on the same devices."""
         groups: dict[Any, dict[str, Any]] = {}
         for name, leaf in arrays.items():
-            devices = frozenset(leaf.sharding.device_set) if isinstance(leaf, jax.Array) else frozenset()
-            groups.setdefault(devices, {})[name] = leaf
+            groups.setdefault(_devices(leaf), {})[name] = _in_their_memory(leaf)
         found = {
             name: each for group in groups.values() for name, each in self._digests(group, self.seeds).items()
         }
@@ -50,6 +49,24 @@ class Secrets:
 
 def _each(arrays: dict[str, Any], seeds: jax.Array) -> dict[str, jax.Array]:
     return {name: digest(leaf, seeds) for name, leaf in arrays.items()}
+
+
+def _devices(leaf: Any) -> Any:
+    """In their order, of which a program has but one."""
+    if not isinstance(leaf, jax.Array):
+        return None
+    if isinstance(leaf.sharding, jax.sharding.NamedSharding):
+        return tuple(device.id for device in leaf.sharding.mesh.devices.flat)
+    return tuple(device.id for device in leaf.devices()) if len(leaf.devices()) == 1 else leaf.sharding
+
+
+def _in_their_memory(leaf: Any) -> Any:
+    """An array that lies in memory of the host, where programs do not compute, on its devices."""
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    usual = next(iter(leaf.devices())).default_memory().kind
+    kind = leaf.sharding.memory_kind
+    return leaf if kind in (None, usual) else jax.device_put(leaf, leaf.sharding.with_memory_kind(usual))
 
 
 def examined(total: Clipped, seeds: jax.Array) -> tuple[jax.Array, jax.Array]:

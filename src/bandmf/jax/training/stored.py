@@ -87,7 +87,8 @@ def as_given(value: Any, like: Any, name: str) -> Any:
     if is_on_host(like) and not found.ndim and _class(found) == _class(given):
         derived = isinstance(like, type(value)) and not isinstance(like, np.generic | np.ndarray)
         return type(like)(value) if derived else value  # of a class of one's own, such as an enumeration
-    if found.dtype != given.dtype or not isinstance(value, np.ndarray | np.generic):
+    same = found.dtype == (given.dtype.newbyteorder("=") if is_on_host(like) else given.dtype)
+    if not same or not isinstance(value, np.ndarray | np.generic):
         raise _check.fail(
             f"type of {name}", _named(like), f"the checkpoint has {_named(value)}",
             "give a tree of that type, and convert it after run.restore",
@@ -128,7 +129,8 @@ def fingerprint(leaf: Any, name: str) -> Any:
     """A value of the host, to compare another with; an array itself, where JAX has the same one."""
     if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "OSUMm":
         native = np.asarray(leaf).astype(leaf.dtype.newbyteorder("="))
-        if jax.dtypes.canonicalize_dtype(native.dtype) == native.dtype:
+        is_long = native.dtype in (np.longdouble, np.clongdouble)
+        if not is_long and jax.dtypes.canonicalize_dtype(native.dtype) == native.dtype:
             return native
     description, content = packed(leaf, name)
     return str(description), hashlib.sha256(content).digest()

@@ -22,10 +22,12 @@ if TYPE_CHECKING:
 _AGAIN = 40  # times that rows are loaded again, to see whether they are random
 _ALONE = 3  # examples
 _LAST = 8  # examples at the end that are one by no accident
+_SOME = 64  # examples: of labels, most of them are alike
 _ROUNDING = (
     1e-3  # of a column's largest number: products of matrices round otherwise for other numbers of rows
 )
-_DIGITS = 4  # units in the last place of the largest number of all, for columns that are nearly zero
+_DIGITS = 4  # units in the last place of a column's largest number
+_SINGLE = 2.0**-22  # the same in float32, for columns that are nearly zero
 
 
 def varying_arrays(load: Loader, indices: Indices) -> list[int]:
@@ -41,7 +43,7 @@ def varying_arrays(load: Loader, indices: Indices) -> list[int]:
     for row, found in alone:
         # In the same place among as many rows: nothing rounds otherwise then, nor is compiled again.
         beside = [_with_row(leaf, row, rows[row]) for leaf, rows in zip(whole, found, strict=True)]
-        others |= _unlike(whole, beside, rounding=0.0)
+        others |= _unlike(whole, beside, alone=True)
     varying = set[int]()
     for _ in range(_AGAIN):
         if others <= varying:
@@ -74,26 +76,41 @@ def warn_of_varying(load: Loader, varying: list[int], names: list[str]) -> None:
 
 def check_end(load: Loader, examples: int) -> None:
     """Indices beyond the end of an array of JAX are the last one: its example would count many times."""
-    if examples < 2 * _LAST or not _is_one_row(_loaded(load, np.arange(examples - 2, examples))):
+    if examples < 2 * _LAST:
         return
-    if not _is_one_row(_beyond(load, examples)) or _is_one_row(_loaded(load, np.arange(_LAST))):
+    last = _loaded(load, np.arange(examples - _LAST, examples))
+    if not any(_is_one_row(rows[-2:]) for rows in last):
         return
+    beyond, first = _beyond(load, examples), _loaded(load, np.arange(min(_SOME, examples // 2)))
+    for place, rows in enumerate(last):
+        is_label = _different(first[place]) <= len(first[place]) / 4  # of which the last ones may well be one
+        if is_label or not _is_one_row(rows[-2:]):
+            continue
+        same_beyond = beyond is not None and _is_one_row(np.stack([rows[-1], beyond[place][0]]))
+        if _is_one_row(rows) and (same_beyond or beyond is None):
+            _tell_of_end(load, examples, _LAST, refuses=same_beyond)
+        elif same_beyond:
+            _tell_of_end(load, examples, 2, refuses=False)
+
+
+def _tell_of_end(load: Loader, examples: int, count: int, refuses: bool) -> None:
     sentence = (
-        f"and one beyond the end, are one row; if there are fewer than examples={examples}, the last one counts for "
-        "all that are not there: plan for the examples that there are, or let the function raise IndexError for "
-        f"indices from {examples} on (NumPy does, arrays of JAX do not)"
+        f"data={load.name!r}: in one of its arrays the last {count} examples, and what is beyond the end, seem to be "
+        f"one row; if there are fewer than examples={examples}, the last one counts for all that are not there: plan "
+        f"for the examples that there are, or let the function raise IndexError for indices from {examples} on (NumPy "
+        "does, arrays of JAX do not)"
     )
-    if _is_one_row(_loaded(load, np.arange(examples - _LAST, examples))):
-        raise ValueError(f"data={load.name!r}: the last {_LAST} examples, {sentence}")
-    warnings.warn(f"data={load.name!r}: the last two examples, {sentence}", stacklevel=2)
+    if refuses:
+        raise ValueError(sentence)
+    warnings.warn(sentence, stacklevel=2)
 
 
-def _beyond(load: Loader, examples: int) -> list[Any]:
-    """The last example, and what is given for an index that has none; if it is refused, two rows that differ."""
+def _beyond(load: Loader, examples: int) -> list[Any] | None:
+    """What is given for an index that has no example; None if it is refused."""
     try:
-        return _loaded(load, np.array([examples - 1, 2 * examples]))
+        return _loaded(load, np.array([2 * examples]))
     except Exception:  # of whatever kind: that is as it should be
-        return [np.arange(2)]
+        return None
 
 
 def of_another_shape(load: Loader) -> ValueError:
@@ -115,7 +132,7 @@ def _refused(load: Loader, gives: str, remedy: str) -> ValueError:
 
 def _loaded(load: Loader, indices: Indices) -> list[Any]:
     """Copies, as a function may use its memory again."""
-    leaves = [np.array(_bits(leaf)) for leaf in jax.tree.leaves(load(indices))]
+    leaves = [_native(np.array(_bits(leaf))) for leaf in jax.tree.leaves(load(indices))]
     for leaf in leaves:
         check_count(leaf, indices)
     return leaves
@@ -143,26 +160,41 @@ def _with_row(leaf: Any, place: int, row: Any) -> Any:
     return changed
 
 
-def _is_one_row(leaves: list[Any]) -> bool:
-    return all(bool((leaf == leaf[:1]).all()) for leaf in leaves)
+def _is_one_row(leaf: Any) -> bool:
+    return _different(leaf) == 1
 
 
-def _unlike(some: list[Any], others: list[Any], rounding: float = _ROUNDING) -> set[int]:
-    """Which arrays differ."""
+def _different(leaf: Any) -> int:
+    """How many different rows there are."""
+    return len({row.tobytes() for row in leaf})
+
+
+def _native(leaf: Any) -> Any:
+    """In this machine's order of bytes, as arrays that are put together are."""
+    return leaf.astype(leaf.dtype.newbyteorder("="))
+
+
+def _unlike(some: list[Any], others: list[Any], alone: bool = False) -> set[int]:
+    """Which arrays differ; a row that was loaded alone, in its place, is not rounded otherwise."""
     pairs = enumerate(zip(some, others, strict=True))
-    return {place for place, pair in pairs if _is_other(*pair, rounding)}
+    return {place for place, pair in pairs if _is_other(*pair, alone)}
 
 
-def _is_other(one: Any, other: Any, rounding: float) -> bool:
+def _is_other(one: Any, other: Any, alone: bool) -> bool:
     if not jnp.issubdtype(one.dtype, jnp.inexact):
         return one.tobytes() != other.tobytes()
     if jnp.issubdtype(one.dtype, jnp.complexfloating):
-        return _is_other(one.real, other.real, rounding) or _is_other(one.imag, other.imag, rounding)
+        return _is_other(one.real, other.real, alone) or _is_other(one.imag, other.imag, alone)
     last_place = float(jnp.finfo(one.dtype).eps)
     one, other = (array.astype(np.float64) for array in (one, other))
     sizes = np.abs(np.where(np.isfinite(one), one, 0))
     # By column: one in small units would be nothing beside one in large units.
-    allowed = np.maximum(rounding * sizes.max(0, initial=0.0), _DIGITS * last_place * sizes.max(initial=0.0))
+    columns = sizes.max(0, initial=0.0)
+    if alone:
+        allowed = np.maximum(2 * last_place * sizes, _SINGLE * columns)
+    else:
+        rounding = max(_ROUNDING, _DIGITS * last_place)
+        allowed = np.maximum(rounding * columns, _SINGLE * sizes.max(initial=0.0))
     return not np.isclose(one, other, rtol=0, atol=allowed, equal_nan=True).all()
 
 
