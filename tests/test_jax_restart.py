@@ -508,7 +508,6 @@ def test_a_run_can_go_back_to_its_checkpoint_in_the_same_process(tmp_path):
 
 ODD = {
     "another order of bytes": np.arange(3).astype(">i4"),
-    "long numbers": np.longdouble(1) / 3,
     "a truth that was computed": jnp.asarray(1.0) > 0,
 }
 

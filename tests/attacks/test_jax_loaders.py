@@ -126,6 +126,44 @@ def test_a_column_that_depends_on_the_batch_is_seen_beside_a_large_one_in_any_pr
     silently(lambda indices: jnp.asarray(table[indices], kind))
 
 
+def filled_from_before(indices):
+    """Missing values, as the last row that has one: pandas' ffill."""
+    rows = GAPS[indices].copy()
+    for k in range(1, len(rows)):
+        if np.isnan(rows[k, 0]):
+            rows[k] = rows[k - 1]
+    return rows
+
+
+def with_neighbours(indices):
+    """Sums over a window of time, of what the batch has of it."""
+    near = np.abs(indices[:, None] - indices[None, :]) <= 8
+    return near.astype(np.float32) @ DATA[indices]
+
+
+def cut_off(indices):
+    rows = DATA[indices]
+    return np.minimum(rows, rows.mean(0) + 1.5 * rows.std(0))
+
+
+GAPS = np.where(np.arange(ROWS)[:, None] % 32 < 8, np.nan, DATA[:, :1])
+
+
+@pytest.mark.parametrize("load", [filled_from_before, with_neighbours, cut_off])
+def test_rows_that_depend_on_a_few_others_are_seen(load):
+    """Halves of a batch have their neighbours with them, and the three rows alone were mostly not concerned."""
+    for seed in range(10):
+        some = np.random.default_rng(seed).permutation(ROWS)[:48]
+        with pytest.raises(ValueError, match="gives other rows for an example"):
+            loaded(load, indices=np.sort(some), examples=ROWS)
+
+
+def test_a_column_that_ends_in_equal_numbers_is_right_beside_one_that_does_not():
+    costs = jnp.asarray(np.maximum(np.arange(ROWS, 0, -1.0) - 20, 0))
+    whole = jnp.asarray(DATA)
+    silently(lambda indices: (whole[indices], costs[indices]))
+
+
 def test_numbers_in_another_order_of_bytes_are_right():
     labels = np.arange(ROWS).astype(">i4")
     silently(lambda indices: labels[indices])
@@ -240,7 +278,7 @@ def test_what_is_known_of_a_function_holds_for_all_chunks():
         per_chunk.append(len(calls))
         calls.clear()
         weights, state = run.release_chunk(training.advance, chunk, weights, state)
-    assert per_chunk == [9, 1, 1, 1]
+    assert per_chunk == [15, 1, 1, 1]
 
 
 def test_texts_that_are_longer_in_a_later_chunk_are_refused():

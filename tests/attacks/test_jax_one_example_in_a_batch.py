@@ -402,7 +402,7 @@ def test_rows_are_loaded_again_at_the_first_batch_alone():
     source = Source(load, ROWS, ROWS, 16, None)
     for step in range(3):
         Batch(step, np.arange(9), source).sum(partial(GRADIENT, WEIGHTS))
-    assert calls == [16, 9, 5, 4, 9, 9, 9, 8, 16, 16, 16, 16]
+    assert calls == [16, 9, 5, 4, *[9] * 9, 8, 16, 16, 16, 16]
 
 
 def test_results_whose_shapes_follow_the_mask_are_added_up_where_they_can_be():

@@ -129,16 +129,20 @@ def fingerprint(leaf: Any, name: str) -> Any:
     """A value of the host, to compare another with; an array itself, where JAX has the same one."""
     if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "OSUMm":
         native = np.asarray(leaf).astype(leaf.dtype.newbyteorder("="))
-        is_long = native.dtype in (np.longdouble, np.clongdouble)
-        if not is_long and jax.dtypes.canonicalize_dtype(native.dtype) == native.dtype:
+        if jax.dtypes.canonicalize_dtype(native.dtype) == native.dtype:
             return native
     description, content = packed(leaf, name)
     return str(description), hashlib.sha256(content).digest()
 
 
 def _is_plain(leaf: Any) -> bool:
-    """Whether the name of its type says all of it."""
-    if isinstance(leaf, np.ma.MaskedArray) or leaf.dtype.kind in "OSU" or leaf.dtype.names is not None:
+    """Whether the name of its type says all of it, and its bytes no more."""
+    if (
+        leaf.dtype in (np.longdouble, np.clongdouble)
+        or isinstance(leaf, np.ma.MaskedArray)
+        or leaf.dtype.kind in "OSU"
+        or leaf.dtype.names is not None
+    ):
         return False
     try:
         return bool(np.dtype(leaf.dtype.name) == leaf.dtype.newbyteorder("="))

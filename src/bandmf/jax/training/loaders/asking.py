@@ -7,6 +7,7 @@ another each time, for the same indices, can only be warned of: random changes c
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 _AGAIN = 40  # times that rows are loaded again, to see whether they are random
 _ALONE = 3  # examples
+_HALVES = 3  # times
+_FEW = 4  # rows
 _LAST = 8  # examples at the end that are one by no accident
 _SOME = 64  # examples: of labels, most of them are alike
 _ROUNDING = (
@@ -37,13 +40,15 @@ def varying_arrays(load: Loader, indices: Indices) -> list[int]:
     halves = indices[middle:], indices[:middle]
     together = np.concatenate(halves)
     whole, *parts = (_loaded(load, part) for part in (together, *halves))
-    alone = [(row, _loaded(load, np.full_like(together, together[row]))) for row in _spread(len(together))]
-    _check_alike(load, [whole, *parts, *(rows for _, rows in alone)])
+    kept = list(_kept(len(together)))
+    in_place = [_loaded(load, np.where(some, together, together[some][0])) for some in kept]
+    _check_alike(load, [whole, *parts, *in_place])
     others = _unlike(whole, [np.concatenate(leaves) for leaves in zip(*parts, strict=True)])
-    for row, found in alone:
-        # In the same place among as many rows: nothing rounds otherwise then, nor is compiled again.
-        beside = [_with_row(leaf, row, rows[row]) for leaf, rows in zip(whole, found, strict=True)]
-        others |= _unlike(whole, beside, alone=True)
+    if middle < _FEW:  # products of so few rows take other ways, with other roundings
+        others = {place for place in others if not jnp.issubdtype(whole[place].dtype, jnp.inexact)}
+    for some, found in zip(kept, in_place, strict=True):
+        # In the same places among as many rows: nothing rounds otherwise then, nor is compiled again.
+        others |= _unlike([leaf[some] for leaf in whole], [leaf[some] for leaf in found], in_place=True)
     varying = set[int]()
     for _ in range(_AGAIN):
         if others <= varying:
@@ -82,6 +87,11 @@ def check_end(load: Loader, examples: int) -> None:
     if not any(_is_one_row(rows[-2:]) for rows in last):
         return
     beyond, first = _beyond(load, examples), _loaded(load, np.arange(min(_SOME, examples // 2)))
+    if beyond is not None and any(
+        not _is_one_row(rows[-2:]) and _is_one_row(np.stack([rows[-1], given[0]]))
+        for rows, given in zip(last, beyond, strict=True)
+    ):
+        return  # one of the arrays ends just there, so none is too short
     for place, rows in enumerate(last):
         is_label = _different(first[place]) <= len(first[place]) / 4  # of which the last ones may well be one
         if is_label or not _is_one_row(rows[-2:]):
@@ -150,14 +160,14 @@ def _check_alike(load: Loader, several: list[list[Any]]) -> None:
         raise of_another_shape(load)
 
 
-def _spread(rows: int) -> list[int]:
-    return sorted({round(place) for place in np.linspace(0, rows - 1, _ALONE)})
-
-
-def _with_row(leaf: Any, place: int, row: Any) -> Any:
-    changed = leaf.copy()
-    changed[place] = row
-    return changed
+def _kept(rows: int) -> Iterator[Any]:
+    """Which rows stay in their places: single ones, and halves of any kind, beside which all others are one."""
+    for place in sorted({round(place) for place in np.linspace(0, rows - 1, _ALONE)}):
+        yield np.arange(rows) == place
+    dice = np.random.default_rng(0)  # the same each time, so that an error can be seen again
+    for _ in range(_HALVES if rows > 1 else 0):
+        some = dice.permutation(rows) < rows // 2
+        yield from (some, ~some)
 
 
 def _is_one_row(leaf: Any) -> bool:
@@ -174,23 +184,23 @@ def _native(leaf: Any) -> Any:
     return leaf.astype(leaf.dtype.newbyteorder("="))
 
 
-def _unlike(some: list[Any], others: list[Any], alone: bool = False) -> set[int]:
-    """Which arrays differ; a row that was loaded alone, in its place, is not rounded otherwise."""
+def _unlike(some: list[Any], others: list[Any], in_place: bool = False) -> set[int]:
+    """Which arrays differ."""
     pairs = enumerate(zip(some, others, strict=True))
-    return {place for place, pair in pairs if _is_other(*pair, alone)}
+    return {place for place, pair in pairs if _is_other(*pair, in_place)}
 
 
-def _is_other(one: Any, other: Any, alone: bool) -> bool:
+def _is_other(one: Any, other: Any, in_place: bool) -> bool:
     if not jnp.issubdtype(one.dtype, jnp.inexact):
         return one.tobytes() != other.tobytes()
     if jnp.issubdtype(one.dtype, jnp.complexfloating):
-        return _is_other(one.real, other.real, alone) or _is_other(one.imag, other.imag, alone)
+        return _is_other(one.real, other.real, in_place) or _is_other(one.imag, other.imag, in_place)
     last_place = float(jnp.finfo(one.dtype).eps)
     one, other = (array.astype(np.float64) for array in (one, other))
     sizes = np.abs(np.where(np.isfinite(one), one, 0))
     # By column: one in small units would be nothing beside one in large units.
     columns = sizes.max(0, initial=0.0)
-    if alone:
+    if in_place:
         allowed = np.maximum(2 * last_place * sizes, _SINGLE * columns)
     else:
         rounding = max(_ROUNDING, _DIGITS * last_place)
