@@ -235,6 +235,8 @@ def test_an_array_with_too_few_examples_is_refused_beside_one_that_has_enough():
     few, labels = jnp.asarray(DATA[: ROWS - 20]), np.arange(ROWS) % 2
     with pytest.raises(ValueError, match=r"in one of its arrays the last 8 examples"):
         loaded(lambda indices: (few[indices], jnp.asarray(indices)))
+    with pytest.raises(ValueError, match=r"in one of its arrays the last 8 examples"):
+        loaded(lambda indices: (few[indices], jnp.asarray(LABELS)[indices]))
     with pytest.warns(UserWarning, match=r"in one of its arrays the last 8 examples"):
         loaded(lambda indices: (few[indices], labels[indices]))  # of which NumPy says that there are no more
 

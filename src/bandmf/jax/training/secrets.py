@@ -56,8 +56,8 @@ def _devices(leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array):
         return None
     if isinstance(leaf.sharding, jax.sharding.NamedSharding):
-        return tuple(device.id for device in leaf.sharding.mesh.devices.flat)
-    return tuple(device.id for device in leaf.devices()) if len(leaf.devices()) == 1 else leaf.sharding
+        return tuple(leaf.sharding.mesh.devices.flat)
+    return tuple(leaf.devices()) if len(leaf.devices()) == 1 else leaf.sharding
 
 
 def _in_their_memory(leaf: Any) -> Any:

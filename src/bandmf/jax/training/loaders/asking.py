@@ -53,7 +53,7 @@ def varying_arrays(load: Loader, indices: Indices) -> list[int]:
     for _ in range(_AGAIN):
         if others <= varying:
             return sorted(varying)
-        varying |= _unlike(whole, _loaded(load, together))
+        varying |= _unlike(whole, _loaded(load, together), in_place=True)
     if others <= varying:
         return sorted(varying)
     raise _refused(
@@ -87,14 +87,14 @@ def check_end(load: Loader, examples: int) -> None:
     if not any(_is_one_row(rows[-2:]) for rows in last):
         return
     beyond, first = _beyond(load, examples), _loaded(load, np.arange(min(_SOME, examples // 2)))
-    if beyond is not None and any(
+    # Where another array ends just there, a column of single numbers may well end in equal ones.
+    ends_there = beyond is not None and any(
         not _is_one_row(rows[-2:]) and _is_one_row(np.stack([rows[-1], given[0]]))
         for rows, given in zip(last, beyond, strict=True)
-    ):
-        return  # one of the arrays ends just there, so none is too short
+    )
     for place, rows in enumerate(last):
         is_label = _different(first[place]) <= len(first[place]) / 4  # of which the last ones may well be one
-        if is_label or not _is_one_row(rows[-2:]):
+        if is_label or not _is_one_row(rows[-2:]) or (ends_there and rows[-1].size == 1):
             continue
         same_beyond = beyond is not None and _is_one_row(np.stack([rows[-1], beyond[place][0]]))
         if _is_one_row(rows) and (same_beyond or beyond is None):
