@@ -26,9 +26,8 @@ _HALVES = 3  # times
 _FEW = 4  # rows
 _LAST = 8  # examples at the end that are one by no accident
 _SOME = 64  # examples: of labels, most of them are alike
-_ROUNDING = (
-    1e-3  # of a column's largest number: products of matrices round otherwise for other numbers of rows
-)
+# Of a column's largest number: products of matrices round otherwise for other numbers of rows.
+_ROUNDING = 1e-3
 _DIGITS = 4  # units in the last place of a column's largest number
 _SINGLE = 2.0**-22  # the same in float32, for columns that are nearly zero
 
