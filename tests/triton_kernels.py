@@ -82,15 +82,15 @@ class Interpreted:
         return [jnp.asarray(result.numpy()) for result in results]
 
 
-def xla_difference(strategy, shapes, **options) -> float:
-    """The same for the kernels that XLA launches."""
+def xla_difference(strategy, shapes, small: int = 0, **options) -> float:
+    """The same for the kernels that XLA launches; tensors look ahead whose history has more numbers than `small`."""
     import jax
 
     from bandmf.jax.noise import triton_executor
     from bandmf.native import triton_xla_kernels
     from noise_families import jax_noise
 
-    triton_executor.available = lambda: True
+    triton_executor.available, triton_executor.SMALL = lambda: True, small
     triton_executor._triton = lambda: (Interpreted, triton_xla_kernels)
     with jax.disable_jit():
         got = jax_noise(strategy, KEY, shapes, kernels="triton", cipher_rounds=CIPHER_ROUNDS, **options)
@@ -276,6 +276,8 @@ SLOW = (
 # As CASES, for the kernels that XLA launches; its look-ahead has no inner level.
 XLA_CASES = {
     "look-ahead in XLA": (toeplitz(7, 6), ONE, {"lookahead": 3}),
+    # The history of w looks ahead, that of b is read whole.
+    "large and small in XLA": (toeplitz(4, 4), TWO, {"lookahead": 2, "small": 100}),
     "banded inverse, partly kept, in XLA": (BandedInverse([1.5, -0.5, 0.2], 4), ONE, {"kept_inputs": 1}),
     "banded inverse, partly kept, for two in XLA": (
         BandedInverse([1.5, -0.5, 0.2], 4),

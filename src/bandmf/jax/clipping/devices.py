@@ -9,6 +9,7 @@ import jax
 from jax import lax
 
 from bandmf import _check
+from bandmf.jax.noise.sharding import axes_of
 
 
 def own_weights(arguments: tuple[Any, ...], chosen: tuple[int, ...], examples: Any) -> tuple[Any, ...]:
@@ -82,5 +83,4 @@ def _explicit(leaf: Any) -> list[tuple[str, ...]]:
     sharding = getattr(jax.typeof(leaf), "sharding", None)
     explicit = getattr(getattr(sharding, "mesh", None), "explicit_axes", ())
     spec = getattr(sharding, "spec", None) or ()
-    names = [() if axes is None else (axes,) if isinstance(axes, str) else tuple(axes) for axes in spec]
-    return [tuple(name for name in several if name in explicit) for several in names]
+    return [tuple(name for name in axes if name in explicit) for axes in axes_of(spec)]

@@ -124,7 +124,8 @@ class Engine:
         leaves = named(shapes)
         provenance = self._provenance.with_shapes({name: _shape(leaf) for name, leaf in leaves.items()})
         if self._mesh is not None:
-            layouts = {name: flat_layout(shape, self._mesh) for name, shape in provenance.shapes}
+            mesh = self._mesh
+            layouts = {name: flat_layout(leaves[name], shape, mesh) for name, shape in provenance.shapes}
         else:
             layouts = {name: layout_of(leaves[name], shape) for name, shape in provenance.shapes}
         if layouts != self._layouts:
@@ -137,11 +138,14 @@ class Engine:
         """A state with nothing prepared."""
         ahead = self.schedule.vectors - self.schedule.slots
         prepared = {name: layout.zeros(ahead) for name, layout in self._layouts.items()}
-        # On every device of the layouts from the start: a program that was compiled for it would be compiled again.
-        step, refreshed, coefficients = everywhere(
-            (step, jnp.full((), -1, jnp.int32), Table(*map(jnp.array, self._table))), self._layouts.values()
+        step, refreshed, coefficients = self.everywhere(
+            (step, jnp.full((), -1, jnp.int32), Table(*map(jnp.array, self._table)))
         )
         return State(step, history, provenance, prepared, refreshed, coefficients)
+
+    def everywhere(self, tree: Any) -> Any:
+        """Small arrays on every device of the layouts, from the start: a program would be compiled again otherwise."""
+        return everywhere(tree, self._layouts.values())
 
     @property
     def coefficients(self) -> Table:

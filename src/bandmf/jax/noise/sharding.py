@@ -27,21 +27,31 @@ REPLICATED = PartitionSpec()
 
 @dataclass(frozen=True)
 class Layout:
-    """Vectors of shape `stored` on `mesh` (None: one device), which hold a tensor of shape `shape`."""
+    """Vectors of shape `stored`, cut over `mesh` (None: not cut), which hold a tensor of shape `shape`."""
 
     shape: Shape
     stored: Shape
     mesh: Mesh | None = None
     spec: PartitionSpec = REPLICATED
     flat: bool = False
+    replicas: Mesh | None = None  # whose devices all have the whole, where it is not cut
+    home: NamedSharding | None = None  # of the tensor itself, where that is known and vectors lie flat
+
+    @property
+    def lies_on(self) -> Mesh | None:
+        """The mesh that has it, cut or whole."""
+        return self.replicas if self.mesh is None else self.mesh
 
     def zeros(self, slots: int) -> Array:
         """An empty history, made where it will lie."""
         shape = (slots, *self.stored)
-        if self.mesh is None:
+        if self.lies_on is None:
             return jnp.zeros(shape, jnp.float32)
-        sharding = NamedSharding(self.mesh, PartitionSpec(None, *self.spec))
-        return jax.jit(lambda: jnp.zeros(shape, jnp.float32), out_shardings=sharding)()
+        # As XLA writes it, or what comes out of a step would look like another sharding, and be compiled again.
+        is_empty = not slots and not _explicit(self.lies_on)
+        spec = REPLICATED if is_empty else _as_written(PartitionSpec(None, *self.spec), self.lies_on)
+        place = NamedSharding(self.lies_on, spec)
+        return jax.jit(lambda: jnp.zeros(shape, jnp.float32), out_shardings=place)()
 
     def spans(self, tensor: int) -> Spans:
         """The coordinates that this device holds; inside shard_map where there is a mesh."""
@@ -59,8 +69,7 @@ class Layout:
     @property
     def _axes(self) -> list[tuple[str, ...]]:
         """The mesh axes that each dimension is cut over."""
-        entries = [*self.spec, *[None] * (len(self.stored) - len(self.spec))]
-        return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
+        return [*axes_of(self.spec), *[()] * (len(self.stored) - len(self.spec))]
 
     @property
     def holds_gradient(self) -> bool:
@@ -69,9 +78,10 @@ class Layout:
 
     def to_gradient(self, y: Array) -> Array:
         """Noise in the gradient's shape; from a flat history this is the one move between devices."""
-        if self.stored == self.shape:
-            return y
-        return self._gathered(y)[: math.prod(self.shape)].reshape(self.shape)
+        if self.stored != self.shape:
+            y = self._gathered(y)[: math.prod(self.shape)].reshape(self.shape)
+        # Otherwise the compiler may leave the gradient, and so the weights, cut as the history is.
+        return y if self.home is None else jax.lax.with_sharding_constraint(y, self.home)
 
     def save(self, history: Array) -> Array:
         """History for a checkpoint: (slots, *shape), without padding, whatever the mesh; always a copy."""
@@ -100,17 +110,39 @@ class Layout:
 def layout_of(leaf: Any, shape: Shape) -> Layout:
     """The layout of an array: its own sharding, where that is over a mesh."""
     sharding = getattr(leaf, "sharding", None)
-    if isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated:
-        cut = [k + 1 for k, axes in enumerate(sharding.spec) if axes]
-        # As XLA writes it, or what comes out of a step would look like another sharding, and be compiled again.
-        return Layout(shape, shape, sharding.mesh, PartitionSpec(*sharding.spec[: max(cut)]))  # type: ignore[arg-type]
-    return Layout(shape, shape)
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return Layout(shape, shape)
+    if sharding.is_fully_replicated:
+        return Layout(shape, shape, replicas=None if _explicit(sharding.mesh) else sharding.mesh)
+    return Layout(shape, shape, sharding.mesh, _as_written(sharding.spec, sharding.mesh))
 
 
-def flat_layout(shape: Shape, mesh: Mesh) -> Layout:
+def axes_of(spec: Iterable[Any]) -> list[tuple[str, ...]]:
+    """The mesh axes that each dimension is cut over."""
+    return [() if axes is None else (axes,) if isinstance(axes, str) else tuple(axes) for axes in spec]
+
+
+def _as_written(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
+    """As XLA writes it: nothing behind the last dimension that is cut, and no axes of one device.
+
+    These stay where the user keeps track of shardings, who may have written them.
+    """
+    least = 0 if _explicit(mesh) else 1
+    cut = [tuple(name for name in axes if mesh.shape[name] > least) for axes in axes_of(spec)]
+    while cut and not cut[-1]:
+        cut.pop()
+    return PartitionSpec(
+        *[None if not several else several[0] if len(several) == 1 else several for several in cut]
+    )
+
+
+def flat_layout(leaf: Any, shape: Shape, mesh: Mesh) -> Layout:
     """One flat vector cut evenly over all devices of a mesh, padded so that the cut is even."""
     each = -(-math.prod(shape) // mesh.size)
-    return Layout(shape, (each * mesh.size,), mesh, PartitionSpec(tuple(mesh.axis_names)), flat=True)
+    own = getattr(leaf, "sharding", None)
+    home = own if isinstance(own, NamedSharding) and own.mesh == mesh and not _explicit(mesh) else None
+    axes = PartitionSpec(tuple(mesh.axis_names))
+    return Layout(shape, (each * mesh.size,), mesh, axes, flat=True, home=home)
 
 
 def everywhere(tree: Any, layouts: Iterable[Layout]) -> Any:
@@ -118,8 +150,9 @@ def everywhere(tree: Any, layouts: Iterable[Layout]) -> Any:
 
     Nor with explicit shardings: those would spread from them to vectors that lie elsewhere.
     """
-    meshes = {layout.mesh for layout in layouts if layout.mesh is not None}
-    if len(meshes) != 1 or _explicit(mesh := meshes.pop()):
+    meshes = {layout.lies_on for layout in layouts if layout.lies_on is not None}
+    is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
+    if is_traced or len(meshes) != 1 or _explicit(mesh := meshes.pop()):
         return tree
     place = NamedSharding(mesh, REPLICATED)
 

@@ -1,10 +1,13 @@
 """A step in fused Triton kernels, which XLA launches on a GPU through jax_triton: one launch for each tensor.
 
-What the kernels read of the step is worked out on the device by XLA, in arrays of a few numbers, once for all tensors.
+Large ones have another, for the look-ahead pass; of a small tensor all history is read in every step, which takes less
+time than a launch. What the kernels read of the step is worked out on the device by XLA, in arrays of a few numbers,
+once for all tensors.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from functools import cache
 from importlib.util import find_spec
@@ -30,6 +33,7 @@ GROUPS, STEP_WARPS = (
 )  # groups per program of the step kernel, 64 lanes of ChaCha each; one lane for each thread
 COLUMNS, PASS_WARPS = 256, 4  # coordinates at a time in the look-ahead pass
 PASS_PROGRAMS = 132 * 64  # of one pass; they share the coordinates
+SMALL = 1 << 24  # numbers of history that are read in the time of a launch
 ROWS = 5  # of a step's table: slots, steps ago, weights, decays, feeds
 
 
@@ -63,8 +67,10 @@ class StepNumbers(NamedTuple):
     matrix: Array  # of that pass, padded
 
 
-def step_numbers(schedule: Schedule, table: Table, step: Array, refreshed: Array) -> StepNumbers:
-    """All of it, from the coefficients of the strategy."""
+def step_numbers(
+    schedule: Schedule, table: Table, step: Array, refreshed: Array, lookahead: int
+) -> StepNumbers:
+    """All of it, from the coefficients of the strategy; `lookahead` is the schedule's, or 1 to read all history."""
     row = _row(table, step)
     feeds = jnp.where(step < schedule.steps, table.feeds[row], jnp.nan)  # NaN past the last step
     slots, ago = schedule.slots, jnp.zeros(1, jnp.int32)
@@ -75,8 +81,8 @@ def step_numbers(schedule: Schedule, table: Table, step: Array, refreshed: Array
         places, weights = jnp.arange(slots), table.weights[row]
         decays = jnp.asarray(schedule.recurrence.decays, jnp.float32)
     else:
-        near = schedule.lookahead - 1 if schedule.lookahead > 1 else slots
-        reads = step % schedule.lookahead if schedule.lookahead > 1 else slots
+        near = lookahead - 1 if lookahead > 1 else slots
+        reads = step % lookahead if lookahead > 1 else slots
         places = (step - 1 - jnp.arange(near)) % max(1, slots)
         weights, decays = table.weights[row, :near], jnp.zeros(0, jnp.float32)
         store = step % slots if slots else -1
@@ -86,13 +92,13 @@ def step_numbers(schedule: Schedule, table: Table, step: Array, refreshed: Array
     width = max(1, len(places), len(ago), len(decays))
     rows = [places, ago, *(_bits(values) for values in (weights, decays, feeds))]
     packed = jnp.stack([jnp.pad(values.astype(jnp.int32), (0, width - len(values))) for values in rows])
-    numbers = [step, reads, draws, store, step % schedule.lookahead]
-    base = step - step % schedule.lookahead
+    numbers = [step, reads, draws, store, step % lookahead]
+    base = step - step % lookahead
     return StepNumbers(
         jnp.stack([jnp.asarray(number, jnp.int32) for number in numbers]),
         packed,
         (refreshed != base).astype(jnp.int32),
-        pass_matrix(schedule, table, base),
+        pass_matrix(schedule, table, base, lookahead),
     )
 
 
@@ -112,9 +118,9 @@ def _bits(values: Array) -> Array:
     return lax.bitcast_convert_type(values.astype(jnp.float32), jnp.int32)
 
 
-def pass_matrix(schedule: Schedule, table: Table, base: Array) -> Array:
+def pass_matrix(schedule: Schedule, table: Table, base: Array, ahead: int) -> Array:
     """As Schedule.pass_matrix, for a step that is known when the program runs; padded for the kernel's tiles."""
-    slots, ahead = schedule.slots, schedule.lookahead
+    slots = schedule.slots
     if ahead == 1:
         return jnp.zeros((MAX_LOOKAHEAD, 16), jnp.float32)
     steps = base + jnp.arange(ahead)
@@ -138,15 +144,19 @@ class TritonExecutor(KernelExecutor):
         self, tensor: int, layout: Layout, numbers: tuple[Array, ...], table: Table, places: Places
     ) -> Places:
         step, refreshed, key, scale = numbers
-        told = step_numbers(self._schedule, table, step, refreshed)  # the same for all tensors: XLA keeps one
         gradient, history, prepared = places
         total = int(np.prod(layout.local))
-        if self._schedule.lookahead > 1:
+        # By the whole size: on another mesh, what is held here may be more, and was not prepared.
+        is_small = math.prod(layout.shape) * self._schedule.slots <= SMALL
+        lookahead = 1 if is_small else self._schedule.lookahead
+        # The same for all tensors, or for all small ones: XLA keeps one.
+        told = step_numbers(self._schedule, table, step, refreshed, lookahead)
+        if lookahead > 1:
             prepared = self._prepare(told, total, history, prepared)
         spans = layout.spans(tensor)
         starts = jnp.stack([jnp.asarray(part, jnp.uint32).reshape(-1) for part in spans.starts])
         given = gradient, history, prepared, told.numbers, scale, starts, told.table, key
-        gradient, history = self._step(layout, spans.length, total, tensor, given)
+        gradient, history = self._step(layout, spans.length, total, tensor, given, lookahead)
         return gradient, history, prepared
 
     def _prepare(self, told: StepNumbers, total: int, history: Array, prepared: Array) -> Array:
@@ -166,7 +176,9 @@ class TritonExecutor(KernelExecutor):
         )  # fmt: skip
         return prepared
 
-    def _step(self, layout: Layout, length: int, total: int, tensor: int, given: tuple[Array, ...]) -> Any:
+    def _step(
+        self, layout: Layout, length: int, total: int, tensor: int, given: tuple[Array, ...], lookahead: int
+    ) -> Any:
         jax_triton, kernels = _triton()
         gradient, history, prepared, numbers, scale, starts, table, key = given
         recurrence, slots = self._schedule.recurrence, self._schedule.slots
@@ -183,7 +195,7 @@ class TritonExecutor(KernelExecutor):
             grid=(programs, starts.shape[1]),
             input_output_aliases=aliases,
             num_warps=STEP_WARPS,
-            AHEAD=self._schedule.lookahead > 1,
+            AHEAD=lookahead > 1,
             REDRAW=isinstance(recurrence, InputRecurrence),
             STORE_INPUT=isinstance(recurrence, InputRecurrence) and slots > 0,
             BUFFERED=isinstance(recurrence, BufferRecurrence),
