@@ -12,21 +12,14 @@ tell nothing of the batch. NumPy's and Python's are the run's while data are loa
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import numpy as np
 import torch
 
+from bandmf.randomness import generators
 from bandmf.randomness.key import Key
-from bandmf.randomness.stream import Stream
 from bandmf.torch.training.random_state import RandomState
-
-_TWISTER = 624  # words of 32 bits, the state of NumPy's and torch's Mersenne twister
-_CPU_STATE = 5056  # bytes of the state of torch's
-_BEFORE = 3  # words of 64 bits in it before the twister's own
 
 
 class Generators:
@@ -65,50 +58,38 @@ class Generators:
     @contextmanager
     def loading(self, purpose: str, step: int, piece: int = 0) -> Iterator[None]:
         """All global generators are those of a batch in here; then they are what they were before."""
-        before = RandomState(), np.random.get_state(), random.getstate()
-        seed_all(self.secret(purpose, step, piece))
-        try:
-            yield
-        finally:
-            before[0].restore()
-            np.random.set_state(before[1])
-            random.setstate(before[2])
+        before = RandomState()
+        with generators.lent():
+            seed_all(self.secret(purpose, step, piece))
+            try:
+                yield
+            finally:
+                before.restore()
 
 
 def seed_all(secret: bytes) -> None:
-    """The generators of this process: torch's, NumPy's and Python's."""
-    seed_torch(secret)
-    key = Key(secret)
-    np.random.seed(_words(key.derive("numpy"), _TWISTER // 2).view(np.uint32))
-    random.seed(key.derive("python").secret)
+    """The generators of this process: Python's, NumPy's and torch's."""
+    generators.seed(secret)
+    _seed_gpus()
 
 
 def seed_torch(secret: bytes) -> int:
     """Torch's generators, on the CPU and on all GPUs in use; what torch.initial_seed() will say."""
-    _seed(torch.default_generator, secret)
+    generators.seed_torch(torch.default_generator, secret)
+    _seed_gpus()
+    return torch.initial_seed()
+
+
+def _seed_gpus() -> None:
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(torch.initial_seed())
-    return torch.initial_seed()
 
 
 def generator(secret: bytes) -> torch.Generator:
     """One of its own."""
-    return _seed(torch.Generator(), secret)
-
-
-def _seed(of_torch: torch.Generator, secret: bytes) -> torch.Generator:
-    """A generator of the CPU: of a seed torch uses 32 bits there, which can be guessed, so all of its state is set."""
-    words = _words(Key(secret), 1 + _TWISTER // 2)
-    of_torch.manual_seed(int(words[0]))
-    state = of_torch.get_state()
-    if state.numel() == _CPU_STATE:
-        state.numpy().view(np.uint64)[_BEFORE : _BEFORE + _TWISTER] = words[1:].view(np.uint32)
-        of_torch.set_state(state)
-    return of_torch
-
-
-def _words(key: Key, count: int) -> Any:
-    return Stream(key, 0).words(count)
+    made = torch.Generator()
+    generators.seed_torch(made, secret)
+    return made
 
 
 class SeededIndices(list[int]):

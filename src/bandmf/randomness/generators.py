@@ -1,0 +1,60 @@
+"""The global generators of Python, NumPy and torch, which users' code draws from: lent to a run, and given back."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from bandmf.randomness.key import Key
+from bandmf.randomness.stream import Stream
+
+_TWISTER = 624  # words of 32 bits, the state of torch's Mersenne twister
+_CPU_STATE = 5056  # bytes of the state of torch's generator
+_BEFORE = 3  # words of 64 bits in it before the twister's own
+
+
+@contextmanager
+def lent() -> Iterator[None]:
+    """In here they may be seeded; then they go on where the user left them, and tell nothing of what was drawn."""
+    of_torch = _of_torch()
+    before = random.getstate(), np.random.get_state(legacy=False), of_torch and of_torch.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        if of_torch is not None:
+            of_torch.set_state(before[2])
+        elif (imported := _of_torch()) is not None:  # in here: what was seeded since must not stay
+            imported.seed()
+
+
+def seed(secret: bytes) -> None:
+    """All of them on the CPU, from all bits of a secret."""
+    key = Key(secret)
+    random.seed(key.derive("python").secret)
+    np.random.seed(np.frombuffer(key.derive("numpy").secret, np.uint32))
+    of_torch = _of_torch()
+    if of_torch is not None:
+        seed_torch(of_torch, key.derive("torch").secret)
+
+
+def seed_torch(generator: Any, secret: bytes) -> None:
+    """A torch.Generator of the CPU: of a seed torch uses 32 bits there, which can be guessed, so all state is set."""
+    words = Stream(Key(secret), 0).words(1 + _TWISTER // 2)
+    generator.manual_seed(int(words[0]))
+    state = generator.get_state()
+    if state.numel() == _CPU_STATE:
+        state.numpy().view(np.uint64)[_BEFORE : _BEFORE + _TWISTER] = words[1:].view(np.uint32)
+        generator.set_state(state)
+
+
+def _of_torch() -> Any:
+    """Torch's, if anything has imported torch."""
+    torch = sys.modules.get("torch")
+    return getattr(torch, "default_generator", None)
