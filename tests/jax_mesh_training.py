@@ -24,6 +24,7 @@ import bandmf
 from bandmf import Key
 from bandmf.jax import Clipped, Run, clipped_gradient, privatize
 from bandmf.jax.privatize import private_states
+from bandmf.jax.training.source import Source
 from training import same_run
 
 EXAMPLES, WIDTH, STEPS, CLIP = 64, 16, 10, 0.5
@@ -160,6 +161,9 @@ def one(folder):
         )
     compare("steps taken at once", at_once.weights, expected)
     an_eighth_each(mesh)
+    compiled_once(mesh)
+    data_sets_over_devices(rows)
+    devices_that_disagree(plan, mesh, rows)
 
 
 def more(folder):
@@ -202,6 +206,77 @@ def an_eighth_each(mesh):
     print("an eighth each holds", flush=True)
 
 
+class Changed:
+    """Examples with random changes, one for an index."""
+
+    def __len__(self):
+        return EXAMPLES
+
+    def __getitem__(self, index):
+        x, y = data()
+        return x[index] + np.random.normal(size=8).astype(np.float32), y[index]
+
+
+def data_sets_over_devices(rows):
+    """Rows that are cut over devices are those of one device, random changes too."""
+    key, some = Key(bytes(32)), np.arange(3, 20)
+    alone, cut = (
+        Source(Changed(), EXAMPLES, 16, 24, sharding, key).rows(some, 5) for sharding in (None, rows)
+    )
+    for one, other in zip(jax.tree.leaves(alone), jax.tree.leaves(cut), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert len(cut.data[0].sharding.device_set) == 8
+    print("data sets over devices holds", flush=True)
+
+
+def devices_that_disagree(plan, mesh, rows):
+    """A forgotten psum: each device has a sum of its own, and one noise would be put on all of them."""
+    training, run = Training(plan, placed(mesh, dict.fromkeys(SPECS, P())), rows=rows), open_run(plan)
+    clipped = clipped_gradient(loss, clip_norm=CLIP)
+
+    def advance(rows, weights, state, secret):
+        total = jax.shard_map(
+            lambda weights, data, mask: clipped(weights, data, mask=mask),
+            mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P(), check_vma=False,
+        )(weights, rows.data, rows.mask)  # fmt: skip
+        return training._update(total, weights, state, secret)
+
+    chunk = next(run.chunks(data(), steps=2, sharding=rows))
+    with pytest.raises(ValueError, match=r"devices have different sums of one step.*cannot go on"):
+        run.release_chunk(advance, chunk, training.weights, training.state)
+    assert run.spent() > 0
+    training.begin(placed(mesh, dict.fromkeys(SPECS, P())))
+    with pytest.raises(ValueError, match="were begun as one chunk that did not end"):
+        run.release_chunk(training.advance, chunk, training.weights, training.state)
+    print("devices that disagree holds", flush=True)
+
+
+def compiled_once(mesh):
+    """The state comes out of a step where it was, and so do weights, wherever they lie: nothing is compiled again."""
+    narrow = Mesh(np.array(jax.devices()).reshape(8, 1), ("data", "model"))
+    for plan in (the_plan(bands=1), the_plan()):  # without a history, and without look-ahead
+        for on, specs in ((mesh, dict.fromkeys(SPECS, P())), (mesh, SPECS), (narrow, SPECS)):
+            for flat in (None, on):
+                weights = placed(on, specs)
+                found = update_of(plan, weights, flat)
+                assert found == 1, (plan.bands, on.shape, specs, flat is not None, found)
+    print("compiled once holds", flush=True)
+
+
+def update_of(plan, weights, flat):
+    """How often privatize is compiled in three steps."""
+    noise, run = privatize(plan, clip_norm=CLIP, mesh=flat), open_run(plan)
+    state, total = noise.init(weights), Clipped(jax.tree.map(jnp.zeros_like, weights), CLIP)
+    update = jax.jit(lambda total, state, secret: noise.update(total, state, secret=secret), donate_argnums=1)
+    for step in range(3):
+        secret = run._secrets.of_step(plan, step, run._secrets.examined(total)[0])
+        noisy, state = update(total, state, secret)
+        for name, leaf in noisy.items():
+            assert leaf.sharding.is_equivalent_to(weights[name].sharding, leaf.ndim), name
+        assert np.isfinite(whole(noisy)).all()
+    return update._cache_size()
+
+
 def two(folder, rank, port):
     """One of two processes."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -221,6 +296,24 @@ def two(folder, rank, port):
     again.train(run)
     compare("two processes, restarted,", again.weights, expected)
     own_sums_are_refused(plan, rank)
+    one_process_disagrees(plan)
+
+
+def one_process_disagrees(plan):
+    """All refuse a chunk in which the devices of one process have different sums: none waits for the other."""
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    training = Training(plan, placed(mesh, dict.fromkeys(SPECS, P())), rows=NamedSharding(mesh, P()))
+    bias, last = training.weights["bias"], jax.devices()[-1]
+    parts = [
+        jax.device_put(first_weights()["bias"] + (0.5 if device == last else 0.0), device)
+        for device in jax.local_devices()
+    ]
+    training.weights["bias"] = jax.make_array_from_single_device_arrays(bias.shape, bias.sharding, parts)
+    run = open_run(plan)
+    chunk = next(run.chunks(data(), steps=2, sharding=training.rows))
+    with pytest.raises(ValueError, match="devices have different sums of one step"):
+        run.release_chunk(training.advance, chunk, training.weights, training.state)
+    print("one process disagrees holds", flush=True)
 
 
 def own_sums_are_refused(plan, rank):

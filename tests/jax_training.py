@@ -12,6 +12,7 @@ import optax
 import bandmf
 from bandmf import Key
 from bandmf.jax import Run, clipped_gradient, privatize
+from bandmf.jax.training import source
 
 EXAMPLES, STEPS, CLIP = 60, 12, 0.5
 
@@ -40,6 +41,24 @@ def first_weights():
 def loss(weights, example):
     x, y = example
     return jnp.mean((weights["weight"] @ x + weights["bias"] - y) ** 2)
+
+
+class Source(source.Source):
+    """With a key, and rows of the first step, unless told otherwise."""
+
+    def __init__(self, data, examples, batch_size, capacity, sharding=None, key=None):
+        super().__init__(
+            data, examples, batch_size, capacity, sharding, Key(bytes(32)) if key is None else key
+        )
+
+    def rows(self, indices, step=0):
+        return super().rows(indices, step)
+
+    def mixed(self, indices, step=0):
+        return super().mixed(indices, step)
+
+    def many(self, batches, step=0):
+        return super().many(batches, step)
 
 
 class Training:

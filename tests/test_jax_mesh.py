@@ -9,7 +9,8 @@ from children import HERE, devices
 
 CLAIMS = [
     "data-parallel", "sharded, in microbatches,", "no collective", "steps taken at once", "an eighth each",
-    "two processes, restarted,", "sums of its own are refused",
+    "compiled once", "data sets over devices", "devices that disagree", "two processes, restarted,",
+    "sums of its own are refused", "one process disagrees",
 ]  # fmt: skip
 FURTHER = ["flat over all devices", "restart on one device", "restart on eight devices, flat"]
 SCRIPT = HERE / "jax_mesh_training.py"

@@ -275,7 +275,7 @@ def test_apply_if_finite_around_it_reuses_no_noise():
 
 
 def secret_of(run, step, total):
-    return run._secrets.of_step(run.plan, step, run._examine(total, run._secrets.seeds)[0])
+    return run._secrets.of_step(run.plan, step, run._secrets.examined(total)[0])
 
 
 def test_without_the_host_the_noise_of_another_step_is_nan():

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from collections import UserDict
 from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from torch.utils.data import DataLoader
 
+from bandmf import Key
 from bandmf.jax.training.loaders import Loader, asking
-from bandmf.jax.training.source import Source
-from jax_training import EXAMPLES, Training, data, flat, open_run, plan
+from jax_training import EXAMPLES, Source, Training, data, flat, open_run, plan
 
 ROWS, FEATURES = 128, 4
 DICE = np.random.default_rng(3)
@@ -193,7 +195,7 @@ def test_weights_by_the_classes_of_a_batch_do_not_pass_by_luck(share, size):
         weights = partial(_weights, labels)
         if len(set(labels[indices])) > 1:  # otherwise nothing shows in this batch
             with pytest.raises(ValueError, match=r"gives other rows for an example"):
-                asking.varying_arrays(Loader(weights, 400), indices)
+                asking.varying_arrays(Loader(weights, 400, Key()), indices, 0 * indices)
 
 
 def _weights(labels, indices):
@@ -237,8 +239,19 @@ def test_an_array_with_too_few_examples_is_refused_beside_one_that_has_enough():
         loaded(lambda indices: (few[indices], jnp.asarray(indices)))
     with pytest.raises(ValueError, match=r"in one of its arrays the last 8 examples"):
         loaded(lambda indices: (few[indices], jnp.asarray(LABELS)[indices]))
-    with pytest.warns(UserWarning, match=r"in one of its arrays the last 8 examples"):
+    with pytest.raises(ValueError, match=r"in one of its arrays the last 8 examples"):
         loaded(lambda indices: (few[indices], labels[indices]))  # of which NumPy says that there are no more
+    with pytest.warns(UserWarning, match=r"in one of its arrays the last 8 examples"):
+        loaded(lambda indices: (np.asarray(few[indices]), labels[indices]))
+
+
+@pytest.mark.parametrize("missing", [1, 6])
+def test_a_few_examples_that_an_array_of_jax_lacks_are_warned_of(missing):
+    """Beside labels of NumPy, which end with an error, nothing was said: up to three clip norms."""
+    few = jnp.asarray(DATA[: ROWS - missing])
+    for others in (LABELS, jnp.asarray(LABELS)):
+        with pytest.warns(UserWarning, match=r"in one of its arrays the last 2 examples"):
+            loaded(lambda indices, others=others: (few[indices], others[indices]))
 
 
 @pytest.mark.parametrize("share", [0.02, 0.5])
@@ -249,12 +262,44 @@ def test_labels_that_end_alike_are_not_warned_of(share):
         silently(lambda indices, labels=labels: (whole[indices], labels[indices]))
 
 
+def test_masks_of_full_texts_at_the_end_are_not_refused():
+    lengths = np.random.default_rng(0).integers(8, 28, ROWS).clip(max=20)
+    lengths[-8:] = 20
+    masks, tokens = (np.arange(20) < lengths[:, None]), np.arange(ROWS * 20).reshape(ROWS, 20)
+    on_device = jnp.asarray(masks), jnp.asarray(tokens)
+    silently(lambda indices: tuple(leaf[indices] for leaf in on_device))
+
+
+def test_rows_of_zeros_excuse_no_array_that_is_too_short():
+    """Where one row in six is empty, as the last one, a change of that example moved the sum by 17 clip norms."""
+    sparse = DATA[: ROWS // 2].copy()
+    sparse[::6] = 0
+    sparse[-1] = 0
+    few = jnp.asarray(sparse)
+    with pytest.raises(ValueError, match=r"in one of its arrays the last 8 examples"):
+        loaded(lambda indices: few[indices])
+
+
+def test_a_function_that_uses_its_memory_again_gives_arrays_of_jax_that_are_read():
+    """A copy to a device may be read later than the function is asked for the next piece: one example 15 times."""
+    memory, wide = np.zeros((8, 100_000), np.float32), np.arange(ROWS, dtype=np.float32)
+
+    def load(indices):
+        memory[: len(indices)] = wide[indices, None]
+        return jnp.asarray(memory[: len(indices)])
+
+    source = Source(load, ROWS, ROWS, 8, None)
+    for _ in range(5):
+        pieces = [source.rows(np.arange(k, k + 8)) for k in range(0, 64, 8)]
+        assert [int(row[-1]) for piece in pieces for row in np.asarray(piece.data)] == list(range(64))
+
+
 def test_two_equal_examples_at_the_end_are_not_refused():
     """Nothing tells them from one that is missing in an array of JAX; in one of NumPy, none can be missing."""
     twice = DATA.copy()
     twice[-1] = twice[-2]
     on_device = jnp.asarray(twice)
-    with pytest.warns(UserWarning, match=r"the last 2 examples, .*IndexError"):
+    with pytest.warns(UserWarning, match=r"the last 2 examples, .*arrays of NumPy, which raise IndexError"):
         loaded(lambda indices: on_device[indices])
     silently(lambda indices: twice[indices])
     silently(lambda indices: jnp.asarray(DATA)[indices])
@@ -297,10 +342,7 @@ def numbers():
     yield np.ones((ROWS, 2))
 
 
-class Dataset:
-    def __len__(self):
-        return ROWS
-
+class Stream:
     def __getitem__(self, index):
         return DATA[index]
 
@@ -308,16 +350,19 @@ class Dataset:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        (numbers(), r"data='generator': .*an iterator gives its own: give arrays, or a function"),
-        (numbers, r"data='numbers': is a generator, .*give arrays, or a function"),
-        (Dataset(), r"data='Dataset': .*data=dataset\.__getitem__; otherwise a function"),
+        (numbers(), r"data='generator': .*this gives its own: give arrays, a data set"),
+        (numbers, r"data='numbers': is a generator, .*give arrays, a data set"),
+        (DataLoader(DATA), r"data='DataLoader': .*this gives its own: .*loader\.dataset"),
+        (UserDict(x=DATA), r"data='UserDict': .*dict\(data\)"),
+        ((DATA, np.float32(3)), r"data='float32': .*use np\.asarray"),
+        (Stream(), r"data='Stream': .*give it __len__ and __getitem__; a stream cannot be used"),
         ((DATA, np.sum), r"a function stands by itself"),
     ],
 )
 def test_what_is_no_data_is_told_what_to_give(given, sentence):
     with pytest.raises(ValueError, match=sentence):
         Source(given, ROWS, ROWS, 48, None)
-    loaded(Dataset().__getitem__)
+    loaded(Stream().__getitem__)
 
 
 def test_tables_and_tensors_are_told_how_to_become_arrays():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import jax
@@ -14,6 +16,7 @@ import pytest
 import jax_training as tiny
 from bandmf.jax.privatize import PrivateState, private_states
 from bandmf.ledger.file import LockedLines
+from children import environment
 from jax_training import STEPS, Training, data, flat, open_run
 from training import same_run
 
@@ -326,11 +329,101 @@ def test_a_release_inside_of_jit_is_refused():
         )(*training.begin())
 
 
-def test_a_secret_that_is_donated_is_not_missed():
+def test_a_secret_that_is_donated_is_not_missed(monkeypatch):
+    monkeypatch.setattr("bandmf.ledger._fresh_run_id", lambda: "00" * 16)
     plan = tiny.plan()
     training, run = Training(plan), open_run(plan)
-    tree = training.steps(run, *training.begin(), until=2)
-    for leaf in jax.tree.leaves(run._secrets.of_step(plan, 2)):
-        leaf.delete()  # as jit does with what it is given to keep
-    training.steps(run, *tree, until=3)
-    assert run.steps_taken == 3
+    expected = flat(training.whole(open_run(plan)))
+    training.update = jax.jit(training._update, donate_argnames="secret")
+    np.testing.assert_array_equal(flat(training.whole(run)), expected)
+
+
+def test_a_secret_that_would_be_a_constant_of_a_program_is_refused():
+    """Where the sum, or everything, is closed over, the key was in the text of the program, and so on the disk."""
+    plan = tiny.plan()
+    training, run = Training(plan), open_run(plan)
+    weights, state = training.begin()
+    batch = next(run.batches(data()))
+
+    def over_weights(total, weights, state, secret):
+        return jax.jit(lambda *given: training._update(total, *given, secret))(weights, state)
+
+    def over_nothing(total, weights, state, secret):
+        return jax.jit(lambda: training._update(total, weights, state, secret))()
+
+    def over_all_but_the_secret(total, weights, state, secret):
+        return jax.jit(lambda *given: training._update(*given, secret))(total, weights, state)
+
+    def passed_on(total, weights, state, secret):
+        return jax.jit(lambda *given: training.update(*given, secret))(total, weights, state)
+
+    def copied(total, weights, state, secret):
+        return jax.jit(lambda *given: training._update(*given, jax.tree.map(jnp.copy, secret)))(
+            total, weights, state
+        )
+
+    def checkpointed(total, weights, state, secret):
+        return jax.jit(lambda *given: jax.checkpoint(training._update)(*given, secret))(total, weights, state)
+
+    total = training.sum(batch, weights)
+    for update in (over_weights, over_nothing, over_all_but_the_secret, passed_on, copied, checkpointed):
+        with pytest.raises(ValueError, match="secret: would become a constant of the compiled program"):
+            run.release(update, total, weights, state)
+    assert np.isfinite(flat(run.release(training._update, total, weights, state)[0])).all()  # without jit
+
+
+def test_a_secret_may_be_passed_on_by_what_is_traced():
+    """Specs and shapes in its place are no key, and nnx.jit takes its arguments apart."""
+    nnx, plan = pytest.importorskip("flax.nnx"), tiny.plan()
+    training, run = Training(plan), open_run(plan)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+
+    def cut(total, weights, state, secret):
+        given = total, weights, state, secret
+        specs = jax.tree.map(lambda leaf: jax.sharding.PartitionSpec(), given)
+        jax.eval_shape(
+            training._update, *jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), given)
+        )
+        assert len(jax.tree.leaves(jax.tree.map(lambda leaf: leaf.dtype, given))) > 5
+        place = jax.tree.map(lambda spec: jax.sharding.NamedSharding(mesh, spec), specs)
+        return training._update(*jax.lax.with_sharding_constraint(given, place))
+
+    weights, state = training.begin()
+    for batch, update in zip(run.batches(data()), (nnx.jit(training._update), jax.jit(cut)), strict=False):
+        weights, state = run.release(update, training.sum(batch, weights), weights, state)
+        assert np.isfinite(flat(weights)).all()
+
+
+def test_a_first_import_inside_of_jit_changes_nothing():
+    code = (
+        "import jax\n"
+        "jax.jit(lambda x: __import__('bandmf.jax').jax and x)(1.0)\n"
+        "from jax_training import Training, open_run, plan\n"
+        "Training(plan()).whole(open_run(plan()))\n"
+        "print('trained')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout.strip() == "trained", done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_secret_that_is_returned_or_saved_is_refused(jitted, tmp_path):
+    """Once all bytes of the noise key were in the files of a checkpoint."""
+    plan = tiny.plan()
+    training, run = Training(plan), open_run(plan, tmp_path)
+    weights, state = training.begin()
+
+    def update(total, weights, state, secret):
+        return *training._update(total, weights, state, secret), secret
+
+    batch = next(run.batches(data()))
+    with pytest.raises(ValueError, match="secret: is among what the update returns"):
+        run.release(jax.jit(update) if jitted else update, training.sum(batch, weights), weights, state)
+    again = open_run(plan)
+    weights, state = training.steps(again, *training.begin(), until=1)
+    with pytest.raises(ValueError, match="secret: is among what the update returns, or in the tree to save"):
+        again.save((weights, state, again._secrets.of_step(plan, 0)))
+    with pytest.raises(ValueError, match="tree: holds the noise key of the run"):
+        again.save((weights, state, again._secrets.of_step(plan, 0).noise_key))

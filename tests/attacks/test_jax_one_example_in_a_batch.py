@@ -14,8 +14,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from bandmf.jax import Clipped, clipped_gradient
 from bandmf.jax.training import batches, trials
 from bandmf.jax.training.batches import Batch
-from bandmf.jax.training.source import Source
 from bandmf.jax.training.trials import comparing, sizes
+from jax_training import Source
 from sweeps import in_turn, spread
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -104,12 +104,29 @@ def test_statistics_of_a_batch_pass_where_sums_are_compared_coarsely(monkeypatch
 def test_statistics_pass_where_clipping_hides_them(monkeypatch):
     """The planted fault: rows are tried at their own size alone, where every gradient is far above the clip norm."""
     monkeypatch.setattr(sizes, "_SCALES", ())
+    monkeypatch.setattr(sizes, "_first", list)
     monkeypatch.setitem(globals(), "GRADIENT", jax.jit(clipped_gradient(square, clip_norm=1e-4)))
     a_batch().sum(partial(scaled_by_the_largest, WEIGHTS))
     monkeypatch.undo()
     monkeypatch.setitem(globals(), "GRADIENT", jax.jit(clipped_gradient(square, clip_norm=1e-4)))
     with pytest.raises(ValueError, match=r"^sum: .*examples depend on each other"):
         a_batch().sum(partial(scaled_by_the_largest, WEIGHTS))
+
+
+def dropped_if_not_finite(weights, rows, mask):
+    """A guard that is often written: no step where a loss is not finite."""
+    values = jax.vmap(partial(square, weights))(rows)
+    is_good = jnp.all(jnp.isfinite(jnp.where(mask, values, 0)))
+    return jax.tree.map(lambda leaf: jnp.where(is_good, leaf, 0), GRADIENT(weights, rows, mask=mask))
+
+
+def test_a_guard_that_drops_a_batch_for_one_example_is_refused(monkeypatch):
+    """An example that is not finite took all others with it: eight clip norms."""
+    with pytest.raises(ValueError, match=r"^sum: .*examples depend on each other"):
+        a_batch().sum(partial(dropped_if_not_finite, WEIGHTS))
+    a_batch().sum(partial(GRADIENT, WEIGHTS))
+    monkeypatch.setattr(sizes, "_first", list)  # the planted fault: no row is not finite
+    a_batch().sum(partial(dropped_if_not_finite, WEIGHTS))
 
 
 def square(weights, row):
@@ -328,7 +345,7 @@ def test_a_loader_that_sorts_is_refused_and_would_give_no_other_example():
     with pytest.raises(ValueError, match=r"keep the order of the indices"):
         Source(in_order, ROWS, ROWS, 16, None).rows(np.arange(9))
     source = Source(in_order, ROWS, ROWS, 16, None)
-    source._loader._is_function = False  # the planted fault: it is not looked at
+    source._loader._is_asked = False  # the planted fault: it is not looked at
     rows = source.rows(np.arange(5, 14))
     np.testing.assert_array_equal(rows.data[rows.mask], DATA[5:14])
 
@@ -402,7 +419,7 @@ def test_rows_are_loaded_again_at_the_first_batch_alone():
     source = Source(load, ROWS, ROWS, 16, None)
     for step in range(3):
         Batch(step, np.arange(9), source).sum(partial(GRADIENT, WEIGHTS))
-    assert calls == [16, 9, 5, 4, *[9] * 9, 8, 16, 16, 16, 16]
+    assert calls == [9, 9, 5, 4, *[9] * 9, 8, 16, 16, 16, 16]
 
 
 def test_results_whose_shapes_follow_the_mask_are_added_up_where_they_can_be():

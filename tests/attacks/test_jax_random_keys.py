@@ -12,7 +12,7 @@ from jax import lax
 
 from bandmf.jax import clipped_gradient
 from bandmf.jax.training.batches import Batch
-from bandmf.jax.training.source import Source
+from jax_training import Source
 
 ROWS, FEATURES = 48, 20
 DICE = np.random.default_rng(0)

@@ -11,6 +11,7 @@ Guarantees, in compiled code too, where nothing can raise:
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -32,23 +33,26 @@ Array = jax.Array
 CORE = "bandmf_privatize"  # the name, in a traced program, of what draws the noise of a step
 _PUBLIC: Any = np.arange(1, WORDS + 1, dtype=np.uint32)  # seeds for digests of what is no secret
 _digested = jax.jit(digest)
+try:
+    from jax.extend.core import get_opaque_trace_state
+except ImportError:  # older versions of JAX
+    from jax.core import get_opaque_trace_state
+# Where nothing is traced: asked in a thread of its own, as this file may be imported while something is.
+with ThreadPoolExecutor(1) as _thread:
+    _UNTRACED = _thread.submit(get_opaque_trace_state, convention="nnx").result()
 _NO_KEY = Key(bytes(32))  # of the engine, whose key comes with every call
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("noise_key", "run", "step", "seeds", "sum"),
-    meta_fields=("plan", "digests"),
-)
+@jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True, repr=False)
 class Secret:
     """What one step of one run may use: never store or print it. `bandmf.jax.Run` makes them."""
 
-    noise_key: Array  # eight words
-    run: Array  # which run it is of
-    step: Array
-    seeds: Array  # of the digest
-    sum: Array  # the digest of the sum that the ledger has
+    noise_key: Any  # eight words
+    run: Any  # which run it is of
+    step: Any
+    seeds: Any  # of the digest
+    sum: Any  # the digest of the sum that the ledger has
     plan: str
     digests: bool = False  # one of several steps at once: the ledger has no sum yet, and wants its digest
 
@@ -57,6 +61,25 @@ class Secret:
 
     def __reduce__(self) -> Any:
         raise TypeError("a Secret is for one step of one process, and is never stored")
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[str, bool]]:
+        """What whatever is given a secret does first: a program that is traced must not close over one."""
+        self.refuse_constant()
+        return (self.noise_key, self.run, self.step, self.seeds, self.sum), (self.plan, self.digests)
+
+    @classmethod
+    def tree_unflatten(cls, meta: tuple[str, bool], words: tuple[Any, ...]) -> Secret:
+        noise_key, run, step, seeds, total = words
+        return cls(noise_key, run, step, seeds, total, *meta)
+
+    def refuse_constant(self) -> None:
+        """Refuse to become a part of a program, which lies on the disk where programs are kept."""
+        is_key = isinstance(self.noise_key, (jax.Array, np.ndarray)) and not _traced(self.noise_key)
+        if is_key and get_opaque_trace_state(convention="nnx") != _UNTRACED:
+            raise ValueError(
+                "secret: would become a constant of the compiled program; make it an argument of the jitted function, "
+                "and put nothing around privatize (optax.apply_if_finite, lax.cond)"
+            )
 
     def at(self, step: Array) -> Secret:
         """The same for another step."""
@@ -124,9 +147,10 @@ def privatize(
     def init(params: Any) -> PrivateState:
         check_no_function(params, "weights")
         refuse_several(any(map(_is_one_of_many, jax.tree.leaves(params))))
+        noise = engine.init(params)
         # Two arrays, not one twice: a buffer can be donated once.
-        provenance, found = (jnp.zeros(WORDS, jnp.uint32) for _ in range(2))
-        return PrivateState(engine.init(params), provenance, found, plan.digest, clip_norm, known)
+        provenance, found = engine.everywhere(tuple(jnp.zeros(WORDS, jnp.uint32) for _ in range(2)))
+        return PrivateState(noise, provenance, found, plan.digest, clip_norm, known)
 
     def core(total: Any, state: PrivateState, secret: Secret) -> tuple[Array, Any, State, Array]:
         """The digest of the sum, the noisy sum, the state of the noise after it, and the run."""
@@ -157,7 +181,7 @@ def privatize(
             )  # fmt: skip
         refuse_several(any(map(_is_one_of_many, jax.tree.leaves((updates, state)))))
         total = _opened(updates, clip_norm)
-        secret = _checked(secret, plan, total)
+        secret = _checked(secret, plan)
         found, noisy, noise, own = _named(core, total, state, secret)
         mean = jax.tree.map(lambda leaf: leaf / jnp.float32(plan.batch_size), noisy)
         if params is not None:
@@ -179,7 +203,7 @@ def _named(core: Callable[..., Any], *given: Any) -> Any:
     return jax.jit(named)(*given)
 
 
-def _checked(secret: Secret | None, plan: Plan, total: Any) -> Secret:
+def _checked(secret: Secret | None, plan: Plan) -> Secret:
     if not isinstance(secret, Secret):
         raise _check.fail(
             "secret", type(secret).__name__, "must be the secret of the step",
@@ -190,10 +214,7 @@ def _checked(secret: Secret | None, plan: Plan, total: Any) -> Secret:
         raise _check.fail(
             "plan", plan.digest, f"the run has the plan {secret.plan!r}", "give privatize the plan of the run"
         )
-    if any(_traced(leaf) for leaf in jax.tree.leaves(total)) and not _traced(secret.noise_key):
-        raise ValueError(
-            "secret: would become a constant of the compiled program; make it an argument of the jitted function"
-        )
+    secret.refuse_constant()
     return secret
 
 
@@ -235,6 +256,16 @@ def _opened(updates: Any, clip_norm: float) -> Any:
 def single(clipped: Clipped) -> Clipped:
     """The sums in float32, in which they are recorded and noise is added."""
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), clipped)
+
+
+def refuse_secrets(tree: Any) -> None:
+    """Refuse a pytree with a secret in it, which would be stored with it."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, Secret))
+    if any(isinstance(node, Secret) for node in nodes):
+        raise ValueError(
+            "secret: is among what the update returns, or in the tree to save; with it anyone can take the noise off: "
+            "give it to optimizer.update, and to nothing else"
+        )
 
 
 def private_states(tree: Any) -> list[PrivateState]:

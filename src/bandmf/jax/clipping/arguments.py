@@ -45,7 +45,10 @@ def check_no_function(tree: Any, name: str) -> None:
 def places(given: tuple[int, ...], count: int) -> tuple[int, ...]:
     """Places of arguments, counted from the first."""
     if any(not -count <= place < count for place in given):
-        raise _check.fail("batch_argnums or argnums", given, f"there are {count} arguments")
+        raise _check.fail(
+            "batch_argnums or argnums", given, f"there are {count} arguments",
+            "bind the weights: batch.sum(partial(gradient, weights))",
+        )  # fmt: skip
     return tuple(place % count for place in given)
 
 

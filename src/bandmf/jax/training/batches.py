@@ -36,7 +36,7 @@ class Batch:
         return self._pieces()
 
     def _pieces(self) -> Iterator[Rows]:
-        return map(self._source.rows, self._parts())
+        return (self._source.rows(part, self.step) for part in self._parts())
 
     def _parts(self) -> Iterator[Indices]:
         """The indices of each piece."""
@@ -53,10 +53,12 @@ class Batch:
 
         def results() -> Iterator[Any]:
             for part in self._parts():
-                piece = source.rows(part)
+                piece = source.rows(part, self.step)
                 result = gradient(piece.data, mask=piece.mask)
                 verdicts.append(
-                    source.trials.judged(gradient, source.capacity, partial(source.mixed, part), result)
+                    source.trials.judged(
+                        gradient, source.capacity, partial(source.mixed, part, self.step), result
+                    )
                 )
                 yield result
 

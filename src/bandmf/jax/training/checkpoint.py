@@ -134,9 +134,8 @@ def restore(run: Run, tree: Any, check: Callable[[Any], Any]) -> Any:
         # In the place of the old ones, on every device; what was prepared is computed again.
         step, refreshed = noise.step * 0 + known.step, jnp.asarray(noise.refreshed) * 0 - 1
         noise = replace(noise, step=step, refreshed=refreshed)
-        state = replace(
-            state, noise=noise, provenance=run._secrets.run.copy() if known.step else state.provenance
-        )
+        own_run = state.provenance * 0 + run._secrets.run if known.step else state.provenance
+        state = replace(state, noise=noise, provenance=own_run)
         plain = {
             name: _xor(state, _PREFIX + name, run._key, contents["salt"]) for name in state.noise.history
         }
@@ -278,7 +277,10 @@ def _check_shapes(saved: dict[str, Any], arrays: dict[str, Any], history: dict[s
     for name, leaf in (arrays | history).items():
         fits = len(saved[name]) == leaf.ndim and (name in history or tuple(saved[name]) == leaf.shape)
         if not fits:
-            raise _check.fail(f"shape of {name}", leaf.shape, f"the checkpoint has {tuple(saved[name])}")
+            raise _check.fail(
+                f"shape of {name}", leaf.shape, f"the checkpoint has {tuple(saved[name])}",
+                "give a model of the same shapes, and privatize a mesh= where it had one (the history lies flat then)",
+            )  # fmt: skip
 
 
 def _check_kinds(saved: dict[str, str], leaves: dict[str, Any]) -> None:

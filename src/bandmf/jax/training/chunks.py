@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from bandmf.jax.privatize import PrivateState, Secret, private_states
@@ -28,7 +29,7 @@ class Chunk:
     def __init__(self, step: int, batches: list[Indices], source: Source) -> None:
         self.step, self.count = step, len(batches)
         self.batches = [batch.tobytes() for batch in batches]
-        self.rows = source.holding(max(len(batch) for batch in batches)).many(batches)
+        self.rows = source.holding(max(len(batch) for batch in batches)).many(batches, step)
 
     @property
     def indices(self) -> bytes:
@@ -69,6 +70,29 @@ class Programs:
             identity = hashlib.sha256(lowered.as_text().encode()).digest()
             self._known[known] = Program(lowered.compile(), identity)
         return self._known[known]
+
+
+def agreed(digests: Array) -> bool:
+    """Whether all devices have the same: a noise is for one sum."""
+    replicas: dict[str, set[bytes]] = {}
+    for shard in digests.addressable_shards:
+        replicas.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
+    return all(len(several) == 1 for several in replicas.values())
+
+
+def disagreeing() -> ValueError:
+    return ValueError(
+        "advance: devices have different sums of one step, and would put one noise on all of them; nothing was "
+        "returned, but the steps count as spent, and this run cannot go on: add up over devices (jax.lax.psum in "
+        "shard_map, with check_vma on, which finds this before anything is spent), and begin another run"
+    )
+
+
+def not_at_hand() -> ValueError:
+    return ValueError(
+        "chunk: is not the one at hand; the order is run.release_chunk(advance, chunk, weights, state), once for each "
+        "chunk of run.chunks"
+    )
 
 
 def as_stored(carry: Any) -> Any:

@@ -23,7 +23,12 @@ class Continuity:
 
     def remember(self, tree: Any) -> None:
         """The states in what a step returned; where there is none, nothing is known of it."""
-        self._known = [jax.tree.leaves(state.noise) for state in private_states(tree)]
+        states = private_states(tree)
+        self._known = [jax.tree.leaves(state.noise) for state in states]
+        for state in states:  # what the host reads of them before the next step comes while that is prepared
+            for leaf in (state.step, state.provenance, state.digest):
+                if isinstance(leaf, jax.Array):
+                    leaf.copy_to_host_async()
 
     def check(self, state: PrivateState, digest: Callable[[Any], bytes]) -> None:
         """Refuse a state that is another one."""

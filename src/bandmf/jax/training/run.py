@@ -15,20 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
 from bandmf import _check
 from bandmf.jax.clipping import Clipped
-from bandmf.jax.privatize import PrivateState, private_states, refuse_several
+from bandmf.jax.privatize import PrivateState, private_states, refuse_secrets, refuse_several
 from bandmf.jax.training import checkpoint, chunks
 from bandmf.jax.training.batches import Batch
 from bandmf.jax.training.chunks import Chunk
 from bandmf.jax.training.continuity import Continuity
 from bandmf.jax.training.mistakes import explained
 from bandmf.jax.training.processes import Processes
-from bandmf.jax.training.secrets import Secrets, examined
+from bandmf.jax.training.secrets import Secrets
 from bandmf.jax.training.source import Source
 from bandmf.ledger import Ledger
 from bandmf.ledger.run_folder import Opened, provenance
@@ -44,7 +43,7 @@ _TOGETHER = (
 class Run:
     """One private training run, in a folder that keeps its key, ledger and checkpoints (None: in memory).
 
-    >>> import bandmf, optax
+    >>> import bandmf, optax, jax.numpy as jnp
     >>> from bandmf.jax import Run, clipped_gradient, privatize
     >>> x, y = np.ones((100, 3), np.float32), np.ones(100, np.float32)
     >>> plan = bandmf.plan(epsilon=8, delta=1e-5, examples=100, batch_size=20, steps=10, bands=2)
@@ -94,7 +93,6 @@ class Run:
         self._saved: tuple[str, Any] | None = None  # the last checkpoint and what is in it
         self._last: Any = None  # the digest of the sum of the last step
         self._secrets, self._noise = Secrets(self._key), Continuity()
-        self._examine = jax.jit(examined)
         self._programs = chunks.Programs()
 
     def _same_everywhere(self, name: str, value: Any, remedy: str) -> None:
@@ -134,9 +132,10 @@ class Run:
     ) -> Iterator[Batch]:
         """The batches from the step the run is at to the last one; each must be released before the next.
 
-        `data` is a pytree of arrays whose first dimension counts the examples, or a function from an array of indices
-        to these rows. A batch comes in pieces of `capacity` rows, some of them masked: one, unless it is unusually
-        large. With `sharding`, whose first axes rows are cut over, every process loads the rows of its own devices.
+        `data` is a pytree of arrays whose first dimension counts the examples, or of data sets, which give one example
+        for an index and have a length; or a function from an array of indices to these rows. A batch comes in pieces of
+        `capacity` rows, some of them masked: one, unless it is unusually large. With `sharding`, whose first axes rows
+        are cut over, every process loads the rows of its own devices.
         """
         source = self._source(data, capacity, sharding)
         for mine in self._turns():
@@ -163,7 +162,8 @@ class Run:
             self._check_released(mine)
 
     def _source(self, data: Any, capacity: int | None, sharding: NamedSharding | None) -> Source:
-        return Source(data, self._sampler.examples, self.plan.batch_size, capacity, sharding)
+        examples, size = self._sampler.examples, self.plan.batch_size
+        return Source(data, examples, size, capacity, sharding, self._key.derive("examples"))
 
     def _turns(self) -> Iterator[int]:
         self._passes += 1
@@ -203,21 +203,21 @@ class Run:
         total.check_whole()
         state = self._state_in(arguments)
         self._begin(state)
-        found, finite = self._examine(total, self._secrets.seeds)
-        if not finite:
+        known, is_finite = self._secrets.examined(total)
+        if not is_finite:
             raise ValueError(
                 f"step={batch.step}: a sum of gradients is not finite; nothing was released: clip with clipped_gradient"
             )
         batch.check_sum(total)
-        known = np.asarray(found)  # a copy of the host's: replicas that disagree get no noise but one
         self._same_everywhere("digest of the sum", known.tobytes(), _TOGETHER)
         self._record(
             batch.step + 1,
             lambda ledger: ledger.release(batch.step, batch._indices.tobytes(), known.tobytes()),
         )
         with explained():
-            secret = self._secrets.of_step(self.plan, batch.step, jnp.asarray(known))
+            secret = self._secrets.of_step(self.plan, batch.step, known)
             result = update(total, *arguments, secret=secret)
+        refuse_secrets(result)
         self.steps_taken, self._batch, self._last = batch.step + 1, None, known
         self._noise.remember(result)
         return result
@@ -228,7 +228,7 @@ class Run:
         The ledger reserves the steps before, and has their sums after. The arrays of `carry` are donated.
         """
         if chunk is not self._at_hand(Chunk):
-            raise ValueError("chunk: is not the one at hand; release the chunks of run.chunks in their order")
+            raise chunks.not_at_hand()
         _check_outside(carry)
         state = self._state_in(carry)
         self._begin(state)
@@ -241,9 +241,13 @@ class Run:
         end = chunk.step + chunk.count
         self._record(end, lambda ledger: ledger.reserve(chunk.step, chunk.count, inputs))
         result, digests = program.run(secret, chunk.rows, carry)
+        # As one: a process that left alone would keep the others waiting.
+        if not all(self._processes.gather(chunks.agreed(digests))):
+            raise chunks.disagreeing()
         sums = [each.tobytes() for each in np.asarray(digests)]
         self._same_everywhere("digests of the sums", sums, _TOGETHER)
         self._on_ledger(lambda ledger: ledger.finish(chunk.step, list(zip(chunk.batches, sums, strict=True))))
+        refuse_secrets(result)
         self.steps_taken, self._batch, self._last = end, None, None
         self._noise.remember(result)
         return result
@@ -277,7 +281,7 @@ class Run:
                 "to go on from a checkpoint, use run.restore",
             )  # fmt: skip
         own = np.asarray(state.provenance)
-        if self.steps_taken and not np.array_equal(own, np.asarray(self._secrets.run)):
+        if self.steps_taken and not np.array_equal(own, self._secrets.run):
             raise ValueError("state: belongs to another run; to go on from a checkpoint, use run.restore")
         if self._last is not None and not np.array_equal(np.asarray(state.digest), self._last):
             raise ValueError(
@@ -293,7 +297,8 @@ class Run:
         if len(states) != 1:
             raise _check.fail(
                 "privatize", len(states), "must be used once: one noise for all parameters, whose state is among the "
-                "arguments", "give run.release the state of the optimizer that begins with privatize(...)",
+                "arguments", "give the state of the optimizer that begins with privatize(...), as in "
+                "run.release(update, total, weights, state) and run.save((weights, state))",
             )  # fmt: skip
         state = states[0]
         if state.plan != self.plan.digest:
@@ -348,6 +353,8 @@ class Run:
         """
         if self._batch is not None:
             raise RuntimeError("save() in the middle of a step would lose it; save after run.release")
+        refuse_secrets(tree)
+        self._secrets.refuse_in(tree)
         checkpoint.check_arrays(tree)
         state = self._state_in(tree)
         self._begin(state)

@@ -17,9 +17,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from bandmf import _check
+from bandmf.jax.noise.sharding import axes_of
 from bandmf.jax.training.loaders import Loader
 from bandmf.jax.training.loaders.asking import check_count
 from bandmf.jax.training.trials import Mixed, Trials
+from bandmf.randomness.key import Key
 from bandmf.randomness.stream import Indices
 
 Array = jax.Array
@@ -36,8 +38,8 @@ class Rows(NamedTuple):
 class Source:
     """Where examples come from, and how many rows are taken at once.
 
-    `data` is a pytree of arrays, whose first dimension counts the examples, or a function from an array of indices to
-    such a pytree of just these.
+    `data` is a pytree of arrays, whose first dimension counts the examples, or of data sets, which give one example for
+    an index; or a function from an array of indices to such a pytree of just these.
     """
 
     def __init__(
@@ -47,10 +49,11 @@ class Source:
         batch_size: float,
         capacity: int | None,
         sharding: NamedSharding | None,
+        key: Key,  # that random changes of examples come from
     ) -> None:
-        self._loader, self.trials = Loader(data, examples), Trials()
+        self._loader, self.trials = Loader(data, examples, key), Trials()
         self._examples, self._sharding = examples, sharding
-        self._share = 1 if sharding is None else _shares(sharding)
+        self._share = 1 if sharding is None else _shares(checked_sharding(sharding))
         if capacity is None:
             usual = batch_size + _DEVIATIONS * math.sqrt(batch_size) + 1
             capacity = min(math.ceil(usual), examples)
@@ -62,15 +65,15 @@ class Source:
         larger.capacity = -(-max(rows, self.capacity) // self._share) * self._share
         return larger
 
-    def rows(self, indices: Indices) -> Rows:
-        """These examples, filled up to `capacity`."""
-        return self._placed(self._filled(indices)[None], leading=0)
+    def rows(self, indices: Indices, step: int) -> Rows:
+        """These examples, for this step, filled up to `capacity`."""
+        return self._placed(self._filled(indices)[None], step, leading=0)
 
-    def mixed(self, indices: Indices) -> Mixed:
+    def mixed(self, indices: Indices, step: int) -> Mixed:
         """These examples, then some from all over the data, loaded once, for any choice of rows to keep."""
         anywhere = np.linspace(0, self._examples - 1, self.capacity).astype(np.int64)
         everywhere = np.concatenate([indices, anywhere])[: self.capacity]
-        data = self._placed(everywhere[None], leading=0).data
+        data = self._placed(everywhere[None], step, leading=0).data
 
         def with_others_or_nothing(
             kept: Any, others: bool, factors: Any = None, turned: bool = False
@@ -84,9 +87,9 @@ class Source:
 
         return with_others_or_nothing
 
-    def many(self, batches: list[Indices]) -> Rows:
-        """The same for several batches at once, each a row of the first dimension."""
-        return self._placed(np.stack([self._filled(indices) for indices in batches]), leading=1)
+    def many(self, batches: list[Indices], step: int) -> Rows:
+        """The same for several batches at once, each a row of the first dimension; this is the step of the first."""
+        return self._placed(np.stack([self._filled(indices) for indices in batches]), step, leading=1)
 
     def _filled(self, indices: Indices) -> Indices:
         """The indices and then -1, which is no example."""
@@ -94,21 +97,24 @@ class Source:
             raise _check.fail("capacity", self.capacity, f"a batch has {len(indices)} examples")
         return np.concatenate([indices, np.full(self.capacity - len(indices), -1, np.int64)])
 
-    def _placed(self, places: Indices, leading: int) -> Rows:
+    def _placed(self, places: Indices, step: int, leading: int) -> Rows:
+        """What is at these places, a row of them for each step from this one on."""
         shape = places.shape[1 - leading :]
         mask = (places >= 0).reshape(shape)
+        steps = np.broadcast_to(step + np.arange(len(places))[:, None], places.shape).reshape(shape)
         if self._sharding is None:
             data = jax.tree.map(
-                lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), self._loaded(places.reshape(-1))
+                lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]),
+                self._loaded(places.reshape(-1), steps.reshape(-1)),
             )
-            data = jax.tree.map(jnp.asarray, data)
+            data = jax.device_put(data)
         else:
-            data = self._sharded(places.reshape(shape), self._over(leading))
+            data = self._sharded(places.reshape(shape), steps, self._over(leading))
         return Rows(data, self._placed_mask(mask, leading))
 
     def _placed_mask(self, mask: Any, leading: int) -> Array:
         if self._sharding is None:
-            return jnp.asarray(mask)
+            return jax.device_put(mask)
         return jax.make_array_from_callback(mask.shape, self._over(leading), lambda index: mask[index])
 
     def _over(self, leading: int) -> NamedSharding:
@@ -117,14 +123,14 @@ class Source:
         spec = PartitionSpec(*[None] * leading, self._sharding.spec[0] if self._sharding.spec else None)
         return NamedSharding(self._sharding.mesh, spec)
 
-    def _sharded(self, places: Indices, sharding: NamedSharding) -> Any:
+    def _sharded(self, places: Indices, steps: Indices, sharding: NamedSharding) -> Any:
         """Each process loads the rows of its own devices, once."""
         parts: dict[Any, list[Any]] = {}  # by where they are: the arrays of these rows
         for index in sharding.addressable_devices_indices_map(places.shape).values():
             assert index is not None
             here = places[index]
             if (key := _key(index, places.shape)) not in parts:
-                leaves, structure = jax.tree.flatten(self._loaded(here.reshape(-1)))
+                leaves, structure = jax.tree.flatten(self._loaded(here.reshape(-1), steps[index].reshape(-1)))
                 bits = [np.asarray(_bits(leaf)) for leaf in leaves]
                 parts[key] = [leaf.reshape(*here.shape, *leaf.shape[1:]) for leaf in bits]
 
@@ -138,13 +144,15 @@ class Source:
         data = [_as_kind(bits, leaf) for bits, leaf in zip(arrays, leaves, strict=True)]
         return jax.tree.unflatten(structure, data)
 
-    def _loaded(self, places: Indices) -> Any:
+    def _loaded(self, places: Indices, steps: Indices) -> Any:
         """The examples at these places; NaN or zeros where there is none."""
         valid = places >= 0
         # The largest index of all fills the rest: even a function that sorts them gives no other example for it.
         asked = np.where(valid, places, places.max(initial=0))
-        found = self._loader.rows(asked, valid)
-        return jax.tree.map(lambda leaf: _masked(leaf, valid, _pads_with_nan()), found)
+        found = self._loader.rows(asked, valid, steps)
+        rows = jax.tree.map(lambda leaf: _masked(leaf, valid, _pads_with_nan()), found)
+        # When a function is asked next, it may use memory again that an array of JAX has not been read from yet.
+        return jax.block_until_ready(rows) if self._loader.is_function else rows
 
 
 def _masked(leaf: Any, valid: Any, with_nan: bool) -> Any:
@@ -199,11 +207,20 @@ def _as_kind(bits: Any, like: Any) -> Any:
     return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(like)) if _is_key(like) else bits
 
 
+def checked_sharding(sharding: Any) -> NamedSharding:
+    """What rows can be cut by."""
+    if not isinstance(sharding, NamedSharding):
+        raise _check.fail(
+            "sharding", type(sharding).__name__, "must be a NamedSharding, which says by its first entry over which "
+            "axes of a mesh rows are cut", 'use NamedSharding(mesh, PartitionSpec("data"))',
+        )  # fmt: skip
+    return sharding
+
+
 def _shares(sharding: NamedSharding) -> int:
     """Into how many shares rows are cut."""
-    axes = sharding.spec[0] if sharding.spec else None
-    names = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
-    return math.prod(sharding.mesh.shape[name] for name in names)
+    names = axes_of(sharding.spec)[:1]
+    return math.prod(sharding.mesh.shape[name] for several in names for name in several)
 
 
 def _key(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:

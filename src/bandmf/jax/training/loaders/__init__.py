@@ -1,46 +1,62 @@
-"""Rows by their indices, from arrays or a function: the row of an example may not depend on what else is loaded."""
+"""Rows by their indices: the row of an example may not depend on what else is loaded.
+
+Of arrays and of data sets, which are asked for one example at a time, that holds by construction. A function for many
+indices can combine them in any way; it is asked for some of them apart, which shows what such functions usually do.
+"""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from bandmf.jax.training.loaders.asking import check_end, of_another_shape, varying_arrays, warn_of_varying
+from bandmf.jax.training.loaders.asking import (
+    changed_arrays,
+    check_end,
+    of_another_shape,
+    varying_arrays,
+    warn_of_changed,
+    warn_of_varying,
+)
+from bandmf.jax.training.loaders.datasets import is_dataset, taken
 from bandmf.jax.training.loaders.kinds import check_arrays, check_function, checked
+from bandmf.randomness.key import Key
 from bandmf.randomness.stream import Indices
 
-_ASKED_AT = frozenset(10**power for power in range(10))  # batches at which a function is asked for rows apart
+_ASKED_AT = frozenset(10**power for power in range(10))  # calls at which rows are asked for once more
 
 
 class Loader:
-    """Gives rows for indices; a function is asked for some of them apart, at the first batch and after 10, 100, ..."""
+    """Gives rows for indices; what is the user's code is asked again, at the first call and after 10, 100, ..."""
 
-    def __init__(self, data: Any, examples: int) -> None:
-        self._is_function, self._examples = callable(data), examples
-        if self._is_function:
+    def __init__(self, data: Any, examples: int, key: Key) -> None:
+        self.is_function, self._examples, self._key = callable(data), examples, key
+        if self.is_function:
             check_function(data)
-        self._load = data if self._is_function else partial(_take, checked(data, examples))
+        self._data = data if self.is_function else checked(data, examples)
+        self._is_asked = self.is_function or any(map(is_dataset, jax.tree.leaves(self._data)))
         self.name = getattr(data, "__name__", type(data).__name__)
-        self._batches = 0  # that were loaded
+        self._calls = 0  # of `rows`: batches, pieces of them, or what single devices hold
         self._rows_alike: Any = None  # shapes and types of rows, once there were any
         self._has_warned = False
 
-    def __call__(self, indices: Indices) -> Any:
-        """What is there for these; they are copied, as a function may change its own in place."""
-        return self._load(np.array(indices))
+    def __call__(self, indices: Indices, steps: Indices) -> Any:
+        """What is there for these, in these steps; they are copied, as a function may change its own in place."""
+        if self.is_function:
+            return self._data(np.array(indices))
+        return jax.tree.map(
+            lambda leaf: taken(leaf, indices, steps, self._key) if is_dataset(leaf) else leaf[indices],
+            self._data,
+        )
 
-    def rows(self, asked: Indices, valid: Any) -> Any:
-        """A row for each index; only those that are valid are of the batch."""
-        if self._is_function and valid.sum() > 1:
-            if self._batches + 1 in _ASKED_AT:
-                found = self(asked)
-                check_arrays(jax.tree.leaves(found))
-                self._ask_apart(asked[valid], found)
-            self._batches += 1
-        found = self(asked)
+    def rows(self, asked: Indices, valid: Any, steps: Indices) -> Any:
+        """A row for each index, in the step that it is for; only those that are valid are of the batch."""
+        if self._is_asked and valid.sum() > 1:
+            if self._calls + 1 in _ASKED_AT:
+                self._ask_again(asked[valid], steps[valid])
+            self._calls += 1
+        found = self(asked, steps)  # last, as a function may use its memory again
         check_arrays(jax.tree.leaves(found))
         alike = [(leaf.shape[1:], leaf.dtype) for leaf in jax.tree.leaves(found)]
         if self._rows_alike not in (None, alike):
@@ -48,16 +64,17 @@ class Loader:
         self._rows_alike = alike
         return found
 
-    def _ask_apart(self, indices: Indices, like: Any) -> None:
-        """Refuse a function by which examples depend on each other; it gives trees such as this one."""
-        varying = varying_arrays(self, indices)
+    def _ask_again(self, indices: Indices, steps: Indices) -> None:
+        """Refuse a function by which examples depend on each other, and warn of rows that are others each time."""
+        like = self(indices, steps)
+        check_arrays(jax.tree.leaves(like))
+        find, warn = (
+            (varying_arrays, warn_of_varying) if self.is_function else (changed_arrays, warn_of_changed)
+        )
+        varying = find(self, indices, steps)
         if varying and not self._has_warned:
             names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(like)]
-            warn_of_varying(self, varying, names)
+            warn(self, varying, names)
             self._has_warned = True
-        if not self._batches and jax.process_count() == 1:  # others may not have all examples
-            check_end(self, self._examples)
-
-
-def _take(data: Any, indices: Indices) -> Any:
-    return jax.tree.map(lambda leaf: leaf[indices], data)
+        if not self._calls and jax.process_count() == 1:  # others may not have all examples
+            check_end(self, self._examples, int(steps[0]))

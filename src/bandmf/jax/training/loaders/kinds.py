@@ -1,16 +1,21 @@
-"""What may be given as data: a pytree of arrays of numbers, or a function from indices to one; else, what to do."""
+"""What may be given as data: arrays of numbers and data sets of examples, in a pytree; a function; else, what to do."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from bandmf import _check
+from bandmf.jax.training.loaders.datasets import Listed, is_dataset
 
-_BY_INDEX = "give arrays, or a function from an array of indices to the arrays of just these rows"
+_BY_INDEX = (
+    "give arrays, a data set (of a loader, loader.dataset), or a function from an array of indices to the arrays of "
+    "just these rows"
+)
 
 
 def check_function(data: Any) -> None:
@@ -22,23 +27,24 @@ def check_function(data: Any) -> None:
 
 
 def checked(data: Any, examples: int) -> Any:
-    """The data, if all of it has a row for each example."""
-    leaves = jax.tree.leaves(data)
-    if (
-        isinstance(data, list)
-        and len(data) == examples
-        and any(not _is_long(leaf, examples) for leaf in leaves)
-    ):
-        raise _check.fail(
-            "data", "list", "must be a pytree of arrays whose first dimension counts the examples, not a list of them",
-            "stack them: jax.tree.map(lambda *rows: np.stack(rows), *data)",
-        )  # fmt: skip
-    check_arrays(leaves)
+    """The data, if all of it has a row for each example; a list of examples is a data set."""
+    leaves = [data] if hasattr(data, "__next__") else jax.tree.leaves(data)
+    if isinstance(data, list) and len(data) == examples:
+        if leaves and all(_is_long(leaf, examples) for leaf in leaves):
+            raise _check.fail(
+                "len(data)", examples, "is that of the list and of every array in it, which may be examples or columns",
+                "stack examples, np.stack(data), and give columns as a tuple",
+            )  # fmt: skip
+        return Listed(data)
+    others = [leaf for leaf in leaves if not is_dataset(leaf)]
+    if others or not leaves:
+        check_arrays(others)
     for leaf in leaves:
         if len(leaf) != examples:
             raise _check.fail(
-                "len(data)", len(leaf), f"must be the plan's examples={examples}",
-                "data is a pytree of arrays whose first dimension counts the examples; an example keeps its index",
+                "len(data)", len(leaf), f"must be the plan's examples={examples}, of every array and data set in it",
+                "data is a pytree of arrays whose first dimension counts the examples, or of data sets of them; an "
+                "example keeps its index",
             )  # fmt: skip
     return data
 
@@ -54,18 +60,22 @@ def check_arrays(leaves: list[Any]) -> None:
 
 
 def _remedy(leaf: Any) -> str:
-    if hasattr(leaf, "__next__"):
-        return f"batches of the plan are drawn by index, and an iterator gives its own: {_BY_INDEX}"
     if hasattr(leaf, "to_numpy"):
         return "use its .to_numpy()"
     if hasattr(leaf, "numpy"):
         return "use its .numpy(), or np.asarray"
     if callable(leaf):
         return "a function stands by itself, not in a tree: data=function, which gives all arrays of a row"
-    if hasattr(leaf, "__getitem__") and not isinstance(leaf, str | bytes | np.ndarray | jax.Array):
+    if isinstance(leaf, Mapping):
+        return "give one of what it holds, such as data['train'], or dict(data)"
+    if hasattr(leaf, "__iter__") and not isinstance(leaf, str | bytes | np.ndarray | jax.Array):
+        return f"batches of the plan are drawn by index, and this gives its own: {_BY_INDEX}"
+    if hasattr(leaf, "__getitem__") and not isinstance(
+        leaf, str | bytes | np.generic | np.ndarray | jax.Array
+    ):
         return (
-            "if it takes an array of indices, data=dataset.__getitem__; otherwise a function: lambda indices: "
-            "jax.tree.map(lambda *rows: np.stack(rows), *[dataset[i] for i in indices])"
+            "a data set gives one example for each index, and says how many there are: give it __len__ and "
+            "__getitem__; a stream cannot be used"
         )
     return "Python lists are trees of numbers to JAX: use np.asarray, and numbers in place of texts"
 

@@ -1,5 +1,7 @@
 """Trials with rows of other sizes: statistics of a batch that clipping hides at one size show at another.
 
+One row that is not finite is tried first: a guard that drops a batch for it lets one example take all others with it.
+
 A function that fails at such sizes need not be wrong, as it may look at the range of its data. Larger numbers come
 last, and not at all where a loop ends by a condition: one that waits for an absolute error would not end.
 """
@@ -28,24 +30,38 @@ def at_other_sizes(
     found: Callable[..., Arrays], some: Any, has_open_loop: bool
 ) -> tuple[frozenset[int], frozenset[int]]:
     """The places of what is no sum, and of what is not zero, for rows of other sizes."""
-    no_sums, shown, waiting = frozenset[int](), frozenset[int](), list(_SCALES)
+    no_sums, shown, waiting = frozenset[int](), frozenset[int](), [*_first(), *_SCALES]
     while waiting:
         scale, other = waiting.pop(0)
-        larger, factors = scale > 1, np.where(some, scale, other)
+        larger, factors = scale > 1, _factors(some, scale, other)
         try:
-            if larger and has_open_loop:
+            if has_open_loop and not scale <= 1:
                 raise TrialError(
-                    "it has a loop that ends by a condition, which may never hold for larger numbers"
+                    "it has a loop that ends by a condition, which may never hold for such numbers"
                 )
             sums = added(found(some, factors=factors), found(~some, factors=factors))
             whole = found(np.ones_like(some), factors=factors)
         except TrialError as error:
-            _warn(max(scale, other) if larger else min(scale, other), error)
+            _warn(scale if larger or np.isnan(scale) else min(scale, other), error)
             waiting += [_INSTEAD] if larger else []
             continue
-        no_sums, shown = no_sums | not_added(sums, whole), shown | nonzero(whole)
+        no_sums |= not_added(sums, whole)
+        if not np.isnan(scale):  # of which an array may be NaN that is zero otherwise, and was not shown
+            shown |= nonzero(whole)
         del sums, whole
     return no_sums, shown
+
+
+def _first() -> list[tuple[float, float]]:
+    """NaN, but where JAX is told to take it for a mistake."""
+    return [] if jax.config.jax_debug_nans else [(np.nan, 1.0)]  # type: ignore[attr-defined]
+
+
+def _factors(some: Any, scale: float, other: float) -> Any:
+    """Of the rows: one that is not finite among some is enough."""
+    if np.isnan(scale):
+        return np.where(np.arange(len(some)) == np.argmax(some), scale, other)
+    return np.where(some, scale, other)
 
 
 def _warn(scale: float, error: TrialError) -> None:
