@@ -12,7 +12,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from bandmf import Key
-from bandmf.jax.training.loaders import Loader, asking
+from bandmf.jax.training.loaders import Loader, checks
 from jax_training import EXAMPLES, Source, Training, data, flat, open_run, plan
 
 ROWS, FEATURES = 128, 4
@@ -195,7 +195,7 @@ def test_weights_by_the_classes_of_a_batch_do_not_pass_by_luck(share, size):
         weights = partial(_weights, labels)
         if len(set(labels[indices])) > 1:  # otherwise nothing shows in this batch
             with pytest.raises(ValueError, match=r"gives other rows for an example"):
-                asking.varying_arrays(Loader(weights, 400, Key()), indices, 0 * indices)
+                checks.varying_arrays(Loader(weights, 400, Key()), indices, 0 * indices)
 
 
 def _weights(labels, indices):

@@ -183,7 +183,7 @@ def test_a_plain_running_sum_is_caught(monkeypatch):
     def plain(sums, more):
         return clipping.Sums(jax.tree.map(jnp.add, sums.total, more), sums.lost)
 
-    monkeypatch.setattr(clipping.turns, "added", plain)
+    monkeypatch.setattr(clipping.microbatches, "added", plain)
     assert moved_by_half(1) > 0.6
 
 

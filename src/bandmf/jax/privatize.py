@@ -11,8 +11,7 @@ Guarantees, in compiled code too, where nothing can raise:
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,6 +25,8 @@ from bandmf.jax.clipping import Clipped
 from bandmf.jax.clipping.arguments import check_no_function
 from bandmf.jax.noise.digest import WORDS, digest
 from bandmf.jax.noise.engine import Engine, State
+from bandmf.jax.secret import Secret
+from bandmf.jax.tracing import is_traced
 from bandmf.planning import Plan, checked_plan
 from bandmf.randomness.key import Key
 
@@ -33,74 +34,24 @@ Array = jax.Array
 CORE = "bandmf_privatize"  # the name, in a traced program, of what draws the noise of a step
 _PUBLIC: Any = np.arange(1, WORDS + 1, dtype=np.uint32)  # seeds for digests of what is no secret
 _digested = jax.jit(digest)
-try:
-    from jax.extend.core import get_opaque_trace_state
-except ImportError:  # older versions of JAX
-    from jax.core import get_opaque_trace_state
-# Where nothing is traced: asked in a thread of its own, as this file may be imported while something is.
-with ThreadPoolExecutor(1) as _thread:
-    _UNTRACED = _thread.submit(get_opaque_trace_state, convention="nnx").result()
 _NO_KEY = Key(bytes(32))  # of the engine, whose key comes with every call
-
-
-@jax.tree_util.register_pytree_node_class
-@dataclass(frozen=True, repr=False)
-class Secret:
-    """What one step of one run may use: never store or print it. `bandmf.jax.Run` makes them."""
-
-    noise_key: Any  # eight words
-    run: Any  # which run it is of
-    step: Any
-    seeds: Any  # of the digest
-    sum: Any  # the digest of the sum that the ledger has
-    plan: str
-    digests: bool = False  # one of several steps at once: the ledger has no sum yet, and wants its digest
-
-    def __repr__(self) -> str:
-        return "Secret(...)"
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a Secret is for one step of one process, and is never stored")
-
-    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[str, bool]]:
-        """What whatever is given a secret does first: a program that is traced must not close over one."""
-        self.refuse_constant()
-        return (self.noise_key, self.run, self.step, self.seeds, self.sum), (self.plan, self.digests)
-
-    @classmethod
-    def tree_unflatten(cls, meta: tuple[str, bool], words: tuple[Any, ...]) -> Secret:
-        noise_key, run, step, seeds, total = words
-        return cls(noise_key, run, step, seeds, total, *meta)
-
-    def refuse_constant(self) -> None:
-        """Refuse to become a part of a program, which lies on the disk where programs are kept."""
-        is_key = isinstance(self.noise_key, (jax.Array, np.ndarray)) and not _traced(self.noise_key)
-        if is_key and get_opaque_trace_state(convention="nnx") != _UNTRACED:
-            raise ValueError(
-                "secret: would become a constant of the compiled program; make it an argument of the jitted function, "
-                "and put nothing around privatize (optax.apply_if_finite, lax.cond)"
-            )
-
-    def at(self, step: Array) -> Secret:
-        """The same for another step."""
-        return replace(self, step=step)
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("noise", "provenance", "digest"),
-    meta_fields=("plan", "clip_norm", "coefficients"),
+    data_fields=("noise", "run", "digest"),
+    meta_fields=("plan", "clip_norm", "coefficients_digest"),
 )
 @dataclass(frozen=True, repr=False)
 class PrivateState:
     """The state of `privatize`, a pytree. It holds the noise of the last steps, in the clear: save it by `run.save`."""
 
     noise: State
-    provenance: Array  # the run that it belongs to; zeros before the first step
+    run: Array  # the one that it belongs to; zeros before the first step
     digest: Array  # of the last sum
     plan: str
     clip_norm: float
-    coefficients: tuple[int, ...]  # the digest of the plan's
+    coefficients_digest: tuple[int, ...]  # of the plan's
 
     def __repr__(self) -> str:
         return f"PrivateState(step={self.noise.step})"
@@ -112,7 +63,10 @@ class PrivateState:
 
     def check_coefficients(self) -> None:
         """Refuse, on the host, coefficients that compiled code would answer with NaN."""
-        if tuple(np.asarray(_digested(self.noise.coefficients, _PUBLIC)).tolist()) != self.coefficients:
+        if (
+            tuple(np.asarray(_digested(self.noise.coefficients, _PUBLIC)).tolist())
+            != self.coefficients_digest
+        ):
             raise ValueError(
                 "state: its coefficients are not those of the plan, and every later step would be NaN; give the state "
                 "of privatize as optimizer.init or run.release returned it (scale or reset the states of other "
@@ -149,18 +103,18 @@ def privatize(
         refuse_several(any(map(_is_one_of_many, jax.tree.leaves(params))))
         noise = engine.init(params)
         # Two arrays, not one twice: a buffer can be donated once.
-        provenance, found = engine.everywhere(tuple(jnp.zeros(WORDS, jnp.uint32) for _ in range(2)))
-        return PrivateState(noise, provenance, found, plan.digest, clip_norm, known)
+        run, found = engine.everywhere(tuple(jnp.zeros(WORDS, jnp.uint32) for _ in range(2)))
+        return PrivateState(noise, run, found, plan.digest, clip_norm, known)
 
     def core(total: Any, state: PrivateState, secret: Secret) -> tuple[Array, Any, State, Array]:
         """The digest of the sum, the noisy sum, the state of the noise after it, and the run."""
         found = digest(total, secret.seeds)
-        own = jnp.where(state.step == 0, secret.run, state.provenance)
+        own = jnp.where(state.step == 0, secret.run, state.run)
         permitted = (secret.step == state.step) & jnp.all(own == secret.run)
         permitted &= jnp.all(digest(state.noise.coefficients, _PUBLIC) == coefficients)
-        if not secret.digests:
+        if not secret.in_chunk:
             permitted &= jnp.all(found == secret.sum)
-        if not _traced(permitted) and not bool(permitted):
+        if not is_traced(permitted) and not bool(permitted):
             raise ValueError(
                 "privatize: was given another sum, step or run than the ledger has; nothing may come before privatize "
                 "in a chain, and the function that run.release calls passes total and state on as they are"
@@ -193,7 +147,7 @@ def privatize(
 
 def _named(core: Callable[..., Any], *given: Any) -> Any:
     """core(*given); in a program that is traced, as a call with a name, so that noises in it can be counted."""
-    if not any(_traced(leaf) for leaf in jax.tree.leaves(given)):
+    if not is_traced(given):
         return core(*given)
 
     def named(*given: Any) -> Any:  # a new function, as its trace must not be used for another layout
@@ -231,10 +185,6 @@ def _is_one_of_many(value: Any) -> bool:
     return type(value).__name__ == "BatchTracer"
 
 
-def _traced(value: Any) -> bool:
-    return isinstance(value, jax.core.Tracer)
-
-
 def _opened(updates: Any, clip_norm: float) -> Any:
     """The sums, in float32."""
     if not isinstance(updates, Clipped):
@@ -250,22 +200,12 @@ def _opened(updates: Any, clip_norm: float) -> Any:
             "use one norm for both",
         )
     updates.check_whole()
-    return single(updates).total
+    return in_float32(updates).total
 
 
-def single(clipped: Clipped) -> Clipped:
+def in_float32(clipped: Clipped) -> Clipped:
     """The sums in float32, in which they are recorded and noise is added."""
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), clipped)
-
-
-def refuse_secrets(tree: Any) -> None:
-    """Refuse a pytree with a secret in it, which would be stored with it."""
-    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, Secret))
-    if any(isinstance(node, Secret) for node in nodes):
-        raise ValueError(
-            "secret: is among what the update returns, or in the tree to save; with it anyone can take the noise off: "
-            "give it to optimizer.update, and to nothing else"
-        )
 
 
 def private_states(tree: Any) -> list[PrivateState]:

@@ -1,1 +1,1 @@
-"""The native library: C sources, how it is loaded, and where it cannot be."""
+"""Noise below Python: the C library, how it is loaded and where it cannot be; and the Triton kernels."""

@@ -28,7 +28,7 @@ struct bandmf_step {
     int32_t prepared, store; /* rows, or -1 */
     int32_t stores_input;
     float scale;
-    int32_t unused;
+    int32_t unused; /* so that what follows is aligned; mirrored in bandmf/noise/native.py */
     int64_t history_stride, prepared_stride; /* from row to row, in numbers */
     const uint64_t *drawn;                   /* draws: step of each z */
     const float *feeds;                      /* draws */

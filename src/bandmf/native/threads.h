@@ -28,7 +28,7 @@ static inline int bandmf_at_most(int threads, int64_t useful) {
     return useful >= threads ? threads : useful < 1 ? 1 : (int)useful;
 }
 
-/* Cores that this process may run on, fewer where OMP_NUM_THREADS says so; as `threads` of native/library.py. */
+/* Cores that this process may run on, fewer where OMP_NUM_THREADS says so; as `threads` of native/loading.py. */
 static inline int bandmf_cores(void) {
     long cores = sysconf(_SC_NPROCESSORS_ONLN);
 #if defined(__linux__) && defined(CPU_COUNT)

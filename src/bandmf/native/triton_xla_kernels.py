@@ -8,7 +8,7 @@ import triton.language as tl
 from bandmf.native.triton_kernels import pass_block, step_part
 
 
-@triton.jit(do_not_specialize=["tensor", "width", "draws", "decays"])
+@triton.jit(do_not_specialize=["tensor", "width", "decays"])
 def xla_step_kernel(
     gradient_before,
     history_before,

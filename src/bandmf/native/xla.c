@@ -13,7 +13,8 @@
 #include "tables.h"
 #include "threads.h"
 
-enum { STEP, REFRESHED, KEY, SCALE, STARTS, FEEDS, WEIGHTS, DECAYS, PLACES, GRADIENT, HISTORY, PREPARED, ARGUMENTS };
+enum { STEP, REFRESHED, KEY, SCALE, TABLE_STARTS, FEEDS, WEIGHTS, DECAYS, SPAN_STARTS, GRADIENT, HISTORY, PREPARED,
+       ARGUMENTS };
 enum { LENGTH, TENSOR, CIPHER_ROUNDS, KIND, STEPS, LOOKAHEAD, SETTINGS };
 
 /* Calls at work in this process: devices that run side by side share its cores. */
@@ -59,14 +60,14 @@ static const char *wrong(const struct xla_call *call, struct xla_buffer **argume
     const int64_t *set = settings->data;
     const int64_t size = size_of(arguments[GRADIENT]), slots = arguments[HISTORY]->dims[0];
     if (dtype_of(arguments[GRADIENT]->dtype) < 0) return "bandmf: dtype of the gradient";
-    if (arguments[FEEDS]->rank != 2 || arguments[WEIGHTS]->rank != 2 || arguments[PLACES]->rank != 2)
+    if (arguments[FEEDS]->rank != 2 || arguments[WEIGHTS]->rank != 2 || arguments[SPAN_STARTS]->rank != 2)
         return "bandmf: rank of a table";
-    if (size_of(arguments[KEY]) != 8 || size_of(arguments[PLACES]) / 2 * set[LENGTH] != size ||
+    if (size_of(arguments[KEY]) != 8 || size_of(arguments[SPAN_STARTS]) / 2 * set[LENGTH] != size ||
         size_of(arguments[HISTORY]) != slots * size ||
         size_of(arguments[PREPARED]) != (set[LOOKAHEAD] > 1 ? set[LOOKAHEAD] * size : 0) || set[LOOKAHEAD] < 1 ||
-        set[STEPS] < 1 || arguments[STARTS]->dims[0] < 1 || arguments[FEEDS]->dims[1] < 1 ||
-        arguments[FEEDS]->dims[0] != arguments[STARTS]->dims[0] ||
-        arguments[WEIGHTS]->dims[0] != arguments[STARTS]->dims[0] || arguments[WEIGHTS]->dims[1] < slots ||
+        set[STEPS] < 1 || arguments[TABLE_STARTS]->dims[0] < 1 || arguments[FEEDS]->dims[1] < 1 ||
+        arguments[FEEDS]->dims[0] != arguments[TABLE_STARTS]->dims[0] ||
+        arguments[WEIGHTS]->dims[0] != arguments[TABLE_STARTS]->dims[0] || arguments[WEIGHTS]->dims[1] < slots ||
         (set[KIND] == BANDMF_BUFFERS && size_of(arguments[DECAYS]) != slots))
         return "bandmf: size of an argument";
     for (int k = 0; k < 3; k++) {
@@ -85,11 +86,11 @@ static void *take(const struct xla_call *call, struct xla_buffer **given, const 
                   int64_t *starts) {
     const struct bandmf_tables tables = {
         set[KIND], set[STEPS], given[HISTORY]->dims[0], set[LOOKAHEAD],
-        given[STARTS]->dims[0], given[FEEDS]->dims[1], given[WEIGHTS]->dims[1],
-        given[STARTS]->data, given[FEEDS]->data, given[WEIGHTS]->data, given[DECAYS]->data,
+        given[TABLE_STARTS]->dims[0], given[FEEDS]->dims[1], given[WEIGHTS]->dims[1],
+        given[TABLE_STARTS]->data, given[FEEDS]->data, given[WEIGHTS]->data, given[DECAYS]->data,
     };
-    const int64_t size = size_of(given[GRADIENT]), spans = given[PLACES]->dims[1], i = *(int32_t *)given[STEP]->data;
-    const uint32_t *places = given[PLACES]->data;
+    const int64_t size = size_of(given[GRADIENT]), spans = given[SPAN_STARTS]->dims[1], i = *(int32_t *)given[STEP]->data;
+    const uint32_t *places = given[SPAN_STARTS]->data;
     for (int64_t k = 0; k < spans; k++) starts[k] = (int64_t)places[k] * BANDMF_GROUP + places[spans + k];
     struct xla_buffer **results = (struct xla_buffer **)call->results.values;
     for (int k = 0; k < 3; k++) /* the same memory, unless XLA chose otherwise */
@@ -130,7 +131,7 @@ BANDMF_API void *bandmf_xla_step(struct xla_call *call) {
                                         .lookahead = ((const int64_t *)settings->data)[LOOKAHEAD]};
     const size_t one = bandmf_step_memory(&sizes), other = bandmf_pass_memory(&sizes);
     void *memory = malloc(one > other ? one : other);
-    int64_t *starts = malloc(sizeof(int64_t) * (size_t)(given[PLACES]->dims[1] + 1));
+    int64_t *starts = malloc(sizeof(int64_t) * (size_t)(given[SPAN_STARTS]->dims[1] + 1));
     void *error = memory && starts ? take(call, given, settings->data, memory, starts)
                                    : fail(call, "bandmf: out of memory", XLA_RESOURCE_EXHAUSTED);
     free(memory);

@@ -1,1 +1,1 @@
-"""Everything that comes from the secret key: the cipher, its streams, and the key itself."""
+"""Everything that comes from the secret key: the key, its cipher and streams, and generators that a run borrows."""

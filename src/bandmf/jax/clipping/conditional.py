@@ -11,6 +11,7 @@ from jax import lax
 
 from bandmf.jax.clipping.devices import zeros
 from bandmf.jax.noise.digest import words
+from bandmf.jax.tracing import is_traced
 
 Array = jax.Array
 
@@ -50,13 +51,9 @@ def _(_size: int, _batched: Any, bits: list[Array]) -> tuple[Array, bool]:
 
 def check_not_constant(holds: Array, given: Any) -> None:
     """Refuse what is compiled with weights, rows and mask as constants: then only a barrier would be left."""
-    if _traced(holds) and not any(map(_traced, jax.tree.leaves(given))):
+    if is_traced(holds) and not is_traced(given):
         raise ValueError(
             "weights, rows and mask: are all constants of the program that is traced (by jit, eval_shape, lax.cond or "
             "the like), and a compiler that knows them may compute gradients twice, differently; make weights or rows "
             "an argument of the function that is traced"
         )
-
-
-def _traced(value: Any) -> bool:
-    return isinstance(value, jax.core.Tracer)

@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 
+from bandmf.jax.tracing import inside
+
 _NO_DRAWS = ("random_unwrap", "random_clone")
 _ROW_BY_ROW = "key<fry>"  # threefry2x32: what JAX draws with, unless told otherwise
 
@@ -29,15 +31,6 @@ def check_own_draws(batch: Any, one: Callable[[Any], Any], examples: Any) -> Non
             "with jax.random.key(seed, impl='threefry2x32'), or jax.config.update('jax_default_prng_impl', "
             "'threefry2x32') before"
         )
-
-
-def inside(eqn: Any) -> Iterator[Any]:
-    """The jaxprs that an equation calls."""
-    for value in eqn.params.values():
-        for each in value if isinstance(value, (tuple, list)) else (value,):
-            each = getattr(each, "jaxpr", each)
-            if hasattr(each, "eqns"):
-                yield each
 
 
 def _draws(program: Any) -> Iterator[tuple[Any, ...]]:

@@ -14,10 +14,10 @@ from bandmf.jax.clipping.arguments import check_apart, check_others, check_real,
 from bandmf.jax.clipping.conditional import always, check_not_constant, computed_once
 from bandmf.jax.clipping.devices import own_weights
 from bandmf.jax.clipping.draws import check_own_draws
+from bandmf.jax.clipping.microbatches import in_turns
 from bandmf.jax.clipping.norms import clip
 from bandmf.jax.clipping.result import Clipped, Examples
 from bandmf.jax.clipping.sums import masked_sum
-from bandmf.jax.clipping.turns import in_turns
 
 Array = jax.Array
 

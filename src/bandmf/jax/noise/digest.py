@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from bandmf.jax.random_keys import as_words
+
 Array = jax.Array
 WORDS = 4
 
@@ -30,9 +32,7 @@ def digest(tree: Any, seeds: Array) -> Array:
 
 def words(leaf: Array) -> Array:
     """The bits of any array as 32-bit words, in its shape or, for wider types, one dimension more."""
-    leaf = jnp.asarray(leaf)
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
+    leaf = as_words(jnp.asarray(leaf))
     if leaf.dtype == bool:
         return leaf.astype(jnp.uint32)
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):

@@ -26,6 +26,7 @@ from bandmf.jax.noise.kernel_executor import KernelExecutor
 from bandmf.jax.noise.sharding import Layout, everywhere, flat_layout, layout_of
 from bandmf.jax.noise.tables import Table, table
 from bandmf.jax.noise.xla_executor import XlaExecutor
+from bandmf.jax.tracing import is_traced
 from bandmf.noise import checks
 from bandmf.noise.provenance import Provenance
 from bandmf.noise.schedule import INNER, Schedule
@@ -167,7 +168,7 @@ class Engine:
         self._check(state, gradients)
         self._check_values(state, gradients, scale)
         noise_key = self.noise_key() if noise_key is None else noise_key
-        inside = any(_traced(leaf) for leaf in jax.tree_util.tree_leaves((state, gradients, scale)))
+        inside = is_traced((state, gradients, scale))
         return (self._add if inside else self._compiled)(state, gradients, scale, noise_key)
 
     def _add(self, state: State, gradients: Any, scale: Any, noise_key: Array) -> tuple[Any, State]:
@@ -202,13 +203,13 @@ class Engine:
 
     def _check_values(self, state: State, gradients: Any, scale: Any) -> None:
         """What can only be checked where values are known: outside of jit."""
-        if not _traced(scale):
+        if not is_traced(scale):
             checks.check_scale(float(scale))
-        if not _traced(state.step):
+        if not is_traced(state.step):
             checks.check_step(int(state.step), self.schedule.steps)
         for name, leaf in named(gradients).items():
             finite = jnp.isfinite(leaf).all()  # inside of lax.cond this is traced even where the leaf is not
-            if not _traced(finite) and not bool(finite):
+            if not is_traced(finite) and not bool(finite):
                 raise checks.not_finite(name)
 
     def state_dict(self, state: State) -> dict[str, Any]:
@@ -267,7 +268,3 @@ def _is_shape(node: Any) -> bool:
 
 def _shape(leaf: Any) -> tuple[int, ...]:
     return leaf if _is_shape(leaf) else jnp.shape(leaf)
-
-
-def _traced(value: Any) -> bool:
-    return isinstance(value, jax.core.Tracer)

@@ -6,7 +6,7 @@ decides itself whether a look-ahead pass is due.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import jax.numpy as jnp
@@ -18,13 +18,13 @@ from bandmf.jax.noise.sharding import REPLICATED, Layout
 from bandmf.jax.noise.tables import Table
 from bandmf.noise.schedule import Schedule
 
-Places = tuple[Array, Array, Array]
+Buffers = tuple[Array, Array, Array]
 """Gradient (or what stands for it), history and prepared sums of one tensor."""
 Numbers = tuple[Array, Array, Array, Array]
 """Step, the step at whose start sums were prepared, key words and scale."""
 
 
-class KernelExecutor:
+class KernelExecutor(ABC):
     """Takes steps; every device its own part."""
 
     looks_ahead = True
@@ -61,25 +61,25 @@ class KernelExecutor:
         gradients: Mapping[str, Array],
         scale: Array,
         key: Array,
-    ) -> dict[str, Places]:
+    ) -> dict[str, Buffers]:
         """The step of tensors on one mesh, every device its part: targets, history and prepared sums after it."""
         ids, mesh = {name: tensor for tensor, name in enumerate(layouts)}, layouts[names[0]].mesh
         near = [name for name in names if layouts[name].holds_gradient]
 
         def here(
-            numbers: tuple[Array, ...],
+            numbers: Numbers,
             table: Table,
             targets: dict[str, Array],
             rows: dict[str, tuple[Array, Array]],
-        ) -> dict[str, Places]:
-            *others, scale = numbers
+        ) -> dict[str, Buffers]:
+            step, refreshed, key, scale = numbers
             made = {}
             for name in names:
                 # Noise for a gradient that lies elsewhere is made on its own, from zeros, and scaled where it is added.
                 blank = jnp.zeros(layouts[name].local, jnp.float32), jnp.ones((), jnp.float32)
                 target, own = (targets[name], scale) if name in near else blank
-                places = target, *rows[name]
-                made[name] = self._call(ids[name], layouts[name], (*others, own), table, places)
+                buffers = target, *rows[name]
+                made[name] = self._call(ids[name], layouts[name], (step, refreshed, key, own), table, buffers)
             return made
 
         if mesh is not None:
@@ -97,9 +97,7 @@ class KernelExecutor:
         return here(numbers, vectors.table, {name: gradients[name] for name in near}, rows)
 
     @abstractmethod
-    def _call(
-        self, tensor: int, layout: Layout, numbers: tuple[Array, ...], table: Table, places: Places
-    ) -> Places:
+    def _call(self, tensor: int, layout: Layout, numbers: Numbers, table: Table, buffers: Buffers) -> Buffers:
         """The step of what this device holds of a tensor."""
 
 

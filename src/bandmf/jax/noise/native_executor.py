@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bandmf.jax.noise.executor import Array
-from bandmf.jax.noise.kernel_executor import KernelExecutor, Places
+from bandmf.jax.noise.kernel_executor import Buffers, KernelExecutor, Numbers
 from bandmf.jax.noise.sharding import Layout
 from bandmf.jax.noise.tables import Table
 from bandmf.native.loading import library
@@ -40,9 +39,7 @@ def registered() -> bool:
 class NativeExecutor(KernelExecutor):
     """Takes steps on CPU devices."""
 
-    def _call(
-        self, tensor: int, layout: Layout, numbers: tuple[Array, ...], table: Table, places: Places
-    ) -> Places:
+    def _call(self, tensor: int, layout: Layout, numbers: Numbers, table: Table, buffers: Buffers) -> Buffers:
         """One call of the library, for what this device holds of a tensor."""
         spans = layout.spans(tensor)
         starts = jnp.stack([jnp.asarray(part, jnp.uint32).reshape(-1) for part in spans.starts])
@@ -52,9 +49,9 @@ class NativeExecutor(KernelExecutor):
         settings = spans.length, tensor, self._cipher_rounds, kind, schedule.steps, schedule.lookahead
         call = jax.ffi.ffi_call(
             TARGET,
-            [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in places],
+            [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in buffers],
             input_output_aliases={GRADIENT: 0, HISTORY: 1, PREPARED: 2},
         )
-        given = *numbers, *table, jnp.asarray(decays, jnp.float32), starts, *places
+        given = *numbers, *table, jnp.asarray(decays, jnp.float32), starts, *buffers
         target, history, prepared = call(*given, settings=np.array(settings, np.int64))
         return target, history, prepared

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from bandmf import _check
 from bandmf.jax.noise.chacha import Array
 from bandmf.jax.noise.normals import Coordinate, Spans, advance, normals
+from bandmf.jax.tracing import is_traced
 
 Shape = tuple[int, ...]
 REPLICATED = PartitionSpec()
@@ -48,7 +49,7 @@ class Layout:
         if self.lies_on is None:
             return jnp.zeros(shape, jnp.float32)
         # As XLA writes it, or what comes out of a step would look like another sharding, and be compiled again.
-        is_empty = not slots and not _explicit(self.lies_on)
+        is_empty = not slots and not _is_explicit(self.lies_on)
         spec = REPLICATED if is_empty else _as_written(PartitionSpec(None, *self.spec), self.lies_on)
         place = NamedSharding(self.lies_on, spec)
         return jax.jit(lambda: jnp.zeros(shape, jnp.float32), out_shardings=place)()
@@ -91,7 +92,7 @@ class Layout:
 
     def _gathered(self, value: Array) -> Array:
         """`value` where it may be cut anywhere: with explicit shardings, on every device."""
-        if self.mesh is None or not _explicit(self.mesh):
+        if self.mesh is None or not _is_explicit(self.mesh):
             return value
         return jax.sharding.reshard(value, NamedSharding(self.mesh, REPLICATED))
 
@@ -113,7 +114,7 @@ def layout_of(leaf: Any, shape: Shape) -> Layout:
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return Layout(shape, shape)
     if sharding.is_fully_replicated:
-        return Layout(shape, shape, replicas=None if _explicit(sharding.mesh) else sharding.mesh)
+        return Layout(shape, shape, replicas=None if _is_explicit(sharding.mesh) else sharding.mesh)
     return Layout(shape, shape, sharding.mesh, _as_written(sharding.spec, sharding.mesh))
 
 
@@ -127,7 +128,7 @@ def _as_written(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
 
     These stay where the user keeps track of shardings, who may have written them.
     """
-    least = 0 if _explicit(mesh) else 1
+    least = 0 if _is_explicit(mesh) else 1
     cut = [tuple(name for name in axes if mesh.shape[name] > least) for axes in axes_of(spec)]
     while cut and not cut[-1]:
         cut.pop()
@@ -140,7 +141,7 @@ def flat_layout(leaf: Any, shape: Shape, mesh: Mesh) -> Layout:
     """One flat vector cut evenly over all devices of a mesh, padded so that the cut is even."""
     each = -(-math.prod(shape) // mesh.size)
     own = getattr(leaf, "sharding", None)
-    home = own if isinstance(own, NamedSharding) and own.mesh == mesh and not _explicit(mesh) else None
+    home = own if isinstance(own, NamedSharding) and own.mesh == mesh and not _is_explicit(mesh) else None
     axes = PartitionSpec(tuple(mesh.axis_names))
     return Layout(shape, (each * mesh.size,), mesh, axes, flat=True, home=home)
 
@@ -151,8 +152,7 @@ def everywhere(tree: Any, layouts: Iterable[Layout]) -> Any:
     Nor with explicit shardings: those would spread from them to vectors that lie elsewhere.
     """
     meshes = {layout.lies_on for layout in layouts if layout.lies_on is not None}
-    is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
-    if is_traced or len(meshes) != 1 or _explicit(mesh := meshes.pop()):
+    if is_traced(tree) or len(meshes) != 1 or _is_explicit(mesh := meshes.pop()):
         return tree
     place = NamedSharding(mesh, REPLICATED)
 
@@ -164,7 +164,7 @@ def everywhere(tree: Any, layouts: Iterable[Layout]) -> Any:
     return jax.tree.map(put, tree)
 
 
-def _explicit(mesh: Mesh) -> bool:
+def _is_explicit(mesh: Mesh) -> bool:
     """Whether the user keeps track of shardings ("sharding in types"), instead of leaving them to XLA."""
     return any(str(kind).endswith("Explicit") for kind in getattr(mesh, "axis_types", ()))
 

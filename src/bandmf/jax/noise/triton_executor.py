@@ -20,17 +20,15 @@ import numpy as np
 from jax import lax
 
 from bandmf.jax.noise.executor import Array
-from bandmf.jax.noise.kernel_executor import KernelExecutor, Places
+from bandmf.jax.noise.kernel_executor import Buffers, KernelExecutor, Numbers
 from bandmf.jax.noise.sharding import Layout
 from bandmf.jax.noise.tables import Table
 from bandmf.noise.normals import GROUP
 from bandmf.noise.schedule import MAX_LOOKAHEAD, Schedule
 from bandmf.strategies.base import BufferRecurrence, InputRecurrence
 
-GROUPS, STEP_WARPS = (
-    1,
-    2,
-)  # groups per program of the step kernel, 64 lanes of ChaCha each; one lane for each thread
+GROUPS = 1  # per program of the step kernel, 64 lanes of ChaCha each
+STEP_WARPS = 2  # one lane for each thread
 COLUMNS, PASS_WARPS = 256, 4  # coordinates at a time in the look-ahead pass
 PASS_PROGRAMS = 132 * 64  # of one pass; they share the coordinates
 SMALL = 1 << 24  # numbers of history that are read in the time of a launch
@@ -140,11 +138,9 @@ def _tile(slots: int) -> int:
 class TritonExecutor(KernelExecutor):
     """Takes steps on GPUs."""
 
-    def _call(
-        self, tensor: int, layout: Layout, numbers: tuple[Array, ...], table: Table, places: Places
-    ) -> Places:
+    def _call(self, tensor: int, layout: Layout, numbers: Numbers, table: Table, buffers: Buffers) -> Buffers:
         step, refreshed, key, scale = numbers
-        gradient, history, prepared = places
+        gradient, history, prepared = buffers
         total = int(np.prod(layout.local))
         # By the whole size: on another mesh, what is held here may be more, and was not prepared.
         is_small = math.prod(layout.shape) * self._schedule.slots <= SMALL

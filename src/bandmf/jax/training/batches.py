@@ -30,6 +30,11 @@ class Batch:
         self._read = False  # piece by piece, since `sum` was called
         self._sums: list[tuple[list[Any], Verdict]] = []  # what `sum` gave, and what is known of it
 
+    @property
+    def indices(self) -> bytes:
+        """Which examples, in their order."""
+        return self._indices.tobytes()
+
     def __iter__(self) -> Iterator[Rows]:
         """Its pieces, at least one, for functions that `sum` is not for."""
         self._read = True

@@ -23,7 +23,8 @@ import numpy as np
 from bandmf import _check
 from bandmf._files import create_secret, sync_folder
 from bandmf.jax.privatize import PrivateState
-from bandmf.jax.training import stored
+from bandmf.jax.random_keys import as_keys_like, as_words
+from bandmf.jax.training import host_values
 from bandmf.ledger import checkpoints, seal
 from bandmf.ledger.run_folder import CHECKPOINTS
 from bandmf.noise import sealing
@@ -50,12 +51,12 @@ def save(run: Run, tree: Any) -> Path:
     salt = first(sealing.fresh_salt)
     leaves, state = _parts(tree)
     arrays, history = _on_devices(leaves), _history(state)
-    packed = {name: stored.packed(leaf, name) for name, leaf in leaves.items() if name not in arrays}
+    packed = {name: host_values.packed(leaf, name) for name, leaf in leaves.items() if name not in arrays}
     weak = [
         name for name in arrays if getattr(leaves[name], "weak_type", False) and leaves[name].dtype != bool
     ]
     for name in weak:
-        stored.check_weak(leaves[name], name)
+        host_values.check_weak(leaves[name], name)
     written = [*arrays.values(), *(_xor(state, name, run._key, salt) for name in history)]
     if numbered := {f"{k:05d}": leaf for k, leaf in enumerate(written) if leaf.size}:
         with _orbax() as orbax:
@@ -81,7 +82,7 @@ def _remembered(run: Run, tree: Any) -> tuple[Any, ...]:
     """What is in a tree, to compare another with."""
     leaves, _ = _parts(tree)
     known = {
-        name: stored.fingerprint(leaf, name) if stored.is_on_host(leaf) else _words(leaf)
+        name: host_values.fingerprint(leaf, name) if host_values.is_on_host(leaf) else as_words(leaf)
         for name, leaf in leaves.items()
     }
     arrays = {name: value for name, value in known.items() if hasattr(value, "dtype")}
@@ -120,7 +121,7 @@ def restore(run: Run, tree: Any, check: Callable[[Any], Any]) -> Any:
     own, history = known.run_id == run.run_id, _history(state)
     _check_names(contents, leaves, history)
     # What was saved decides what comes back, and the tree where it lies.
-    arrays = {name: _words(jnp.asarray(leaves[name])) for name in contents["kinds"]}
+    arrays = {name: as_words(jnp.asarray(leaves[name])) for name in contents["kinds"]}
     _check_shapes(contents["shapes"], arrays, history)
     _check_kinds(contents["kinds"], arrays)
     read = _read(found[-1], contents["shapes"], arrays | history)
@@ -134,8 +135,8 @@ def restore(run: Run, tree: Any, check: Callable[[Any], Any]) -> Any:
         # In the place of the old ones, on every device; what was prepared is computed again.
         step, refreshed = noise.step * 0 + known.step, jnp.asarray(noise.refreshed) * 0 - 1
         noise = replace(noise, step=step, refreshed=refreshed)
-        own_run = state.provenance * 0 + run._secrets.run if known.step else state.provenance
-        state = replace(state, noise=noise, provenance=own_run)
+        own_run = state.run * 0 + run._secrets.run if known.step else state.run
+        state = replace(state, noise=noise, run=own_run)
         plain = {
             name: _xor(state, _PREFIX + name, run._key, contents["salt"]) for name in state.noise.history
         }
@@ -169,8 +170,8 @@ def _parts(tree: Any) -> tuple[dict[str, Any], PrivateState]:
 def check_arrays(tree: Any) -> None:
     """Refuse a tree of shapes, or with texts or functions in it, before anything is done with it."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if stored.is_on_host(leaf):
-            stored.check(leaf, jax.tree_util.keystr(path))
+        if host_values.is_on_host(leaf):
+            host_values.check(leaf, jax.tree_util.keystr(path))
 
 
 def _put_together(tree: Any, leaves: dict[str, Any], state: PrivateState) -> Any:
@@ -194,22 +195,11 @@ def _history(state: PrivateState) -> dict[str, Any]:
 
 def _on_devices(leaves: dict[str, Any]) -> dict[str, Any]:
     """The arrays of JAX among them."""
-    return {name: _words(leaf) for name, leaf in leaves.items() if not stored.is_on_host(leaf)}
-
-
-def _words(leaf: Any) -> Any:
-    """Numbers: of random keys, their words."""
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+    return {name: as_words(leaf) for name, leaf in leaves.items() if not host_values.is_on_host(leaf)}
 
 
 def _as_saved(found: Any, like: Any, is_weak: bool) -> Any:
-    if _is_key(like):
-        return jax.random.wrap_key_data(found, impl=jax.random.key_impl(like))
-    return stored.weakened(found) if is_weak else found
-
-
-def _is_key(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return host_values.weakened(found) if is_weak else as_keys_like(found, like)
 
 
 # --- the disk -------------------------------------------------------------------------------------------
@@ -253,8 +243,10 @@ def _from_host(folder: Path, descriptions: dict[str, Any], leaves: dict[str, Any
     """The values of the host, of the types that they had."""
     content, begin, values = (folder / HOST).read_bytes() if descriptions else b"", 0, {}
     for name, description in descriptions.items():
-        end = begin + stored.size(description)
-        values[name] = stored.as_given(stored.unpacked(description, content[begin:end]), leaves[name], name)
+        end = begin + host_values.size(description)
+        values[name] = host_values.as_given(
+            host_values.unpacked(description, content[begin:end]), leaves[name], name
+        )
         begin = end
     return values
 

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from bandmf.jax.privatize import PrivateState, Secret, private_states
-from bandmf.jax.training import noises
+from bandmf.jax.privatize import PrivateState, private_states
+from bandmf.jax.secret import Secret
+from bandmf.jax.training import one_noise
 from bandmf.jax.training.source import Rows, Source
 from bandmf.randomness.stream import Indices
 
@@ -65,7 +66,7 @@ class Programs:
         known = advance, structure, kinds
         if known not in self._known:
             traced = jax.jit(_scan(advance), donate_argnums=2).trace(*given)
-            noises.check_one(traced.jaxpr.jaxpr)
+            one_noise.check_one(traced.jaxpr.jaxpr)
             lowered = traced.lower()
             identity = hashlib.sha256(lowered.as_text().encode()).digest()
             self._known[known] = Program(lowered.compile(), identity)
@@ -108,7 +109,7 @@ def deciding(carry: Any) -> Any:
     def kept(node: Any) -> Any:
         if not isinstance(node, PrivateState):
             return node
-        return node.step, node.noise.history, node.noise.coefficients, node.provenance
+        return node.step, node.noise.history, node.noise.coefficients, node.run
 
     return jax.tree.map(kept, carry, is_leaf=lambda node: isinstance(node, PrivateState))
 

@@ -26,7 +26,7 @@ class Continuity:
         states = private_states(tree)
         self._known = [jax.tree.leaves(state.noise) for state in states]
         for state in states:  # what the host reads of them before the next step comes while that is prepared
-            for leaf in (state.step, state.provenance, state.digest):
+            for leaf in (state.step, state.run, state.digest):
                 if isinstance(leaf, jax.Array):
                     leaf.copy_to_host_async()
 

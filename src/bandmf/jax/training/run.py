@@ -20,12 +20,14 @@ from jax.sharding import NamedSharding
 
 from bandmf import _check
 from bandmf.jax.clipping import Clipped
-from bandmf.jax.privatize import PrivateState, private_states, refuse_secrets, refuse_several
+from bandmf.jax.privatize import PrivateState, private_states, refuse_several
+from bandmf.jax.secret import refuse_secrets
+from bandmf.jax.tracing import is_traced
 from bandmf.jax.training import checkpoint, chunks
 from bandmf.jax.training.batches import Batch
 from bandmf.jax.training.chunks import Chunk
 from bandmf.jax.training.continuity import Continuity
-from bandmf.jax.training.mistakes import explained
+from bandmf.jax.training.explained import explained
 from bandmf.jax.training.processes import Processes
 from bandmf.jax.training.secrets import Secrets
 from bandmf.jax.training.source import Source
@@ -212,7 +214,7 @@ class Run:
         self._same_everywhere("digest of the sum", known.tobytes(), _TOGETHER)
         self._record(
             batch.step + 1,
-            lambda ledger: ledger.release(batch.step, batch._indices.tobytes(), known.tobytes()),
+            lambda ledger: ledger.release(batch.step, batch.indices, known.tobytes()),
         )
         with explained():
             secret = self._secrets.of_step(self.plan, batch.step, known)
@@ -280,7 +282,7 @@ class Run:
                 "or kept back (by optax.apply_if_finite, optax.MultiSteps or the like), or the state is of another run",
                 "to go on from a checkpoint, use run.restore",
             )  # fmt: skip
-        own = np.asarray(state.provenance)
+        own = np.asarray(state.run)
         if self.steps_taken and not np.array_equal(own, self._secrets.run):
             raise ValueError("state: belongs to another run; to go on from a checkpoint, use run.restore")
         if self._last is not None and not np.array_equal(np.asarray(state.digest), self._last):
@@ -383,7 +385,7 @@ class Run:
 
 
 def _check_outside(*given: Any) -> None:
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(given)):
+    if is_traced(given):
         raise RuntimeError(
             "run.release stays outside of jit, as it writes to the disk: jit the gradient, and the update that it is "
             "given"

@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from bandmf.jax.clipping import Clipped
 from bandmf.jax.noise.digest import WORDS, all_finite, digest
-from bandmf.jax.privatize import Secret, single
+from bandmf.jax.privatize import in_float32
+from bandmf.jax.secret import Secret
 from bandmf.planning import Plan
 from bandmf.randomness import chacha
 from bandmf.randomness.key import Key
@@ -36,7 +37,7 @@ class Secrets:
         found = np.zeros(WORDS, np.uint32) if known is None else known
         number = np.array(step, np.int32)
         return jax.device_put(
-            Secret(self._noise, self.run, number, self.seeds, found, plan.digest, digests=known is None)
+            Secret(self._noise, self.run, number, self.seeds, found, plan.digest, in_chunk=known is None)
         )
 
     def refuse_in(self, tree: Any) -> None:
@@ -97,7 +98,7 @@ def _in_their_memory(leaf: Any) -> Any:
 
 def _examined(total: Clipped, seeds: jax.Array) -> jax.Array:
     """The digest, and one word more that is zero where a sum is not finite."""
-    sums = single(total).total
+    sums = in_float32(total).total
     return jnp.append(digest(sums, seeds), all_finite(sums).astype(jnp.uint32))
 
 

@@ -18,8 +18,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from bandmf import _check
 from bandmf.jax.noise.sharding import axes_of
+from bandmf.jax.random_keys import as_keys_like, as_words, is_key
 from bandmf.jax.training.loaders import Loader
-from bandmf.jax.training.loaders.asking import check_count
+from bandmf.jax.training.loaders.checks import check_count
 from bandmf.jax.training.trials import Mixed, Trials
 from bandmf.randomness.key import Key
 from bandmf.randomness.stream import Indices
@@ -131,7 +132,7 @@ class Source:
             here = places[index]
             if (key := _key(index, places.shape)) not in parts:
                 leaves, structure = jax.tree.flatten(self._loaded(here.reshape(-1), steps[index].reshape(-1)))
-                bits = [np.asarray(_bits(leaf)) for leaf in leaves]
+                bits = [np.asarray(as_words(leaf)) for leaf in leaves]
                 parts[key] = [leaf.reshape(*here.shape, *leaf.shape[1:]) for leaf in bits]
 
         def whole(number: int, like: Any) -> Array:
@@ -141,7 +142,7 @@ class Source:
             return jax.make_array_from_callback((*places.shape, *like.shape[places.ndim :]), sharding, part)
 
         arrays = [whole(number, like) for number, like in enumerate(next(iter(parts.values())))]
-        data = [_as_kind(bits, leaf) for bits, leaf in zip(arrays, leaves, strict=True)]
+        data = [as_keys_like(bits, leaf) for bits, leaf in zip(arrays, leaves, strict=True)]
         return jax.tree.unflatten(structure, data)
 
     def _loaded(self, places: Indices, steps: Indices) -> Any:
@@ -158,8 +159,8 @@ class Source:
 def _masked(leaf: Any, valid: Any, with_nan: bool) -> Any:
     """The rows that are valid, and others that are none."""
     check_count(leaf, valid)
-    if _is_key(leaf):
-        return _as_kind(_masked(_bits(leaf), valid, with_nan), leaf)
+    if is_key(leaf):
+        return as_keys_like(_masked(as_words(leaf), valid, with_nan), leaf)
     wide = valid.reshape(-1, *[1] * (leaf.ndim - 1))
     # So that a row counts nothing even where a mask is forgotten: its gradient is not finite.
     has_nan = with_nan and jnp.issubdtype(leaf.dtype, jnp.inexact)
@@ -180,7 +181,7 @@ def _scaled(data: Any, scales: Array, turned: bool) -> Any:
 
     def scaled(leaf: Array) -> Array:
         if turned:
-            leaf = _as_kind(jnp.flip(_bits(leaf), 0), leaf)
+            leaf = as_keys_like(jnp.flip(as_words(leaf), 0), leaf)
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             return leaf.copy()
         return leaf * scales.reshape(-1, *[1] * (leaf.ndim - 1)).astype(leaf.dtype)
@@ -191,20 +192,6 @@ def _scaled(data: Any, scales: Array, turned: bool) -> Any:
 def _pads_with_nan() -> bool:
     """Not where JAX is told to take NaN for a mistake."""
     return not jax.config.jax_debug_nans  # type: ignore[attr-defined]
-
-
-def _is_key(leaf: Any) -> bool:
-    return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
-
-
-def _bits(leaf: Any) -> Any:
-    """Numbers: of random keys, their words."""
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
-
-
-def _as_kind(bits: Any, like: Any) -> Any:
-    """What these numbers are of: random keys, where the other is."""
-    return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(like)) if _is_key(like) else bits
 
 
 def checked_sharding(sharding: Any) -> NamedSharding:

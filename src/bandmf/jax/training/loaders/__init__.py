@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from bandmf.jax.training.loaders.asking import (
+from bandmf.jax.training.loaders.checks import (
     changed_arrays,
     check_end,
     of_another_shape,

@@ -24,6 +24,7 @@ import numpy as np
 
 from bandmf._types import FloatArray
 from bandmf.jax.clipping import Clipped, Examples
+from bandmf.jax.tracing import is_traced
 from bandmf.jax.training.pieces import check_sums
 from bandmf.jax.training.trials.comparing import Arrays, added, nonzero, not_added, squares, unlike
 from bandmf.jax.training.trials.functions import identity
@@ -78,7 +79,7 @@ class Trials:
     ) -> Verdict:
         """The verdict on what `gradient` gives; it is refused where a Clipped is no sum over the mask."""
         leaves, structure = jax.tree.flatten(result)
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        if is_traced(leaves):
             return Verdict({}, np.zeros((0, len(leaves))), _clip_norms(result), frozenset())
         kind = self._kind(gradient, structure, leaves)
         known = self._known.get(kind)

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from bandmf._types import FloatArray
+from bandmf.jax.random_keys import is_key
 
 Array = jax.Array
 Arrays = dict[int, Any]  # by their place in a result
-_ROUNDING = 1e-5  # of the largest number
+_SAME = 1e-5  # of the largest number
 _TINY = 1e-30  # below, numbers have fewer digits
 ADDED = {True: 1e-4, False: 0.05}  # the same for sums, in float32 or better and in less
 
@@ -25,7 +26,7 @@ def nonzero(arrays: Arrays) -> frozenset[int]:
 def unlike(arrays: Arrays, others: Arrays) -> frozenset[int]:
     """The places of arrays that are not the same in both, but for rounding."""
     some, rest = _alike(arrays, others)
-    return _where(some, _are_unlike(some, rest, dict.fromkeys(some, _ROUNDING)))
+    return _where(some, _are_unlike(some, rest, dict.fromkeys(some, _SAME)))
 
 
 def added(arrays: Arrays, others: Arrays) -> Arrays:
@@ -107,13 +108,9 @@ def _alike(arrays: Arrays, others: Arrays) -> tuple[Arrays, Arrays]:
 
 def _numbers(arrays: Arrays) -> Arrays:
     """Those that can be other than zero."""
-    return {place: array for place, array in arrays.items() if jnp.size(array) and not _is_key(array)}
+    return {place: array for place, array in arrays.items() if jnp.size(array) and not is_key(array)}
 
 
 def _is_exact(array: Any) -> bool:
     kind = jnp.result_type(array)
     return not jnp.issubdtype(kind, jnp.inexact) or jnp.finfo(kind).bits >= jnp.finfo(jnp.float32).bits
-
-
-def _is_key(leaf: Any) -> bool:
-    return bool(jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key))

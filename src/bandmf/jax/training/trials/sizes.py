@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from bandmf.jax.clipping.draws import inside
+from bandmf.jax.tracing import inside
 from bandmf.jax.training.trials.comparing import Arrays, added, nonzero, not_added
 
 # Of the numbers in the rows of each half; with smaller ones, less shows than with larger ones.

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bandmf import _check
+from bandmf.jax.random_keys import as_words
 from bandmf.randomness.stream import Indices
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ def _refused(load: Loader, gives: str, remedy: str) -> ValueError:
 def _loaded(load: Loader, indices: Indices, steps: Any) -> list[Any]:
     """Copies, as a function may use its memory again."""
     found = load(indices, np.broadcast_to(steps, indices.shape))
-    leaves = [_native(np.array(_bits(leaf))) for leaf in jax.tree.leaves(found)]
+    leaves = [_native(np.array(as_words(leaf))) for leaf in jax.tree.leaves(found)]
     for leaf in leaves:
         check_count(leaf, indices)
     return leaves
@@ -235,9 +236,3 @@ def _is_other(one: Any, other: Any, in_place: bool) -> bool:
         rounding = max(_ROUNDING, _DIGITS * last_place)
         allowed = np.maximum(rounding * columns, _SINGLE * sizes.max(initial=0.0))
     return not np.isclose(one, other, rtol=0, atol=allowed, equal_nan=True).all()
-
-
-def _bits(leaf: Any) -> Any:
-    """Numbers: of random keys, their words."""
-    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(leaf) if is_key else leaf

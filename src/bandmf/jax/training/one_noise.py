@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from bandmf.jax.clipping.draws import inside
 from bandmf.jax.noise.digest import WORDS
 from bandmf.jax.privatize import CORE
+from bandmf.jax.tracing import inside
 
 # What runs a program several times, or at several places with other numbers.
 _REPEAT = ("scan", "while", "shard_map", "xla_pmap", "pmap")

@@ -13,6 +13,7 @@ from jax import lax
 from bandmf import _check
 from bandmf.jax.clipping.devices import shares, zeros
 from bandmf.jax.clipping.sums import Sums, added, together
+from bandmf.jax.random_keys import as_keys_like, as_words
 
 Array = jax.Array
 
@@ -50,7 +51,5 @@ def in_turns(add_up: Callable[[Any], tuple[Any, Any]], batch: Any, rows: int, si
 def _filled(leaf: Array, more: int) -> Array:
     """The rows and so many of zeros, which in a mask do not count."""
     leaf = jnp.asarray(leaf)
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        bits = _filled(jax.random.key_data(leaf), more)
-        return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(leaf))
-    return jnp.pad(leaf, [(0, more), *[(0, 0)] * (leaf.ndim - 1)])
+    words = as_words(leaf)
+    return as_keys_like(jnp.pad(words, [(0, more), *[(0, 0)] * (words.ndim - 1)]), leaf)
