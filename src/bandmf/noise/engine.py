@@ -116,7 +116,9 @@ class NumpyEngine:
         step = self.schedule.step(state.step, state.refreshed)
         for name, tensor in state.provenance.tensors.items():
             gradient = gradients[name]
-            flat = gradient.reshape(-1)  # a copy where the gradient is not contiguous
+            # A copy where the gradient is not contiguous: `reshape` alone may give a view with gaps, and a kernel would
+            # put the noise there.
+            flat = np.require(gradient, requirements="CA").reshape(-1)
             vectors = state.history[name], state.prepared[name]
             if self._native:
                 address = flat.ctypes.data, flat.dtype.name
@@ -168,7 +170,7 @@ class NumpyEngine:
                 raise checks.not_finite(name)
 
     def _finite(self, gradient: np.ndarray) -> bool:
-        if self._native and gradient.flags.c_contiguous:
+        if self._native and gradient.flags.carray:
             return native.finite(gradient.ctypes.data, gradient.dtype.name, gradient.size, threads())
         return finite(gradient)
 

@@ -231,7 +231,7 @@ class Engine:
             if not isinstance(gradient, torch.Tensor):
                 raise ValueError(f"gradients[{name!r}]: must be a tensor, not {type(gradient).__name__}")
             gradient = shards.local(gradient)
-            if any(
+            if gradient.numel() and any(
                 extent > 1 and stride == 0
                 for extent, stride in zip(gradient.shape, gradient.stride(), strict=True)
             ):
