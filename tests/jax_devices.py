@@ -8,7 +8,7 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from bandmf import Key
 from bandmf.jax import Engine
@@ -21,6 +21,7 @@ STRATEGY = FAMILIES["normalized"]
 KEPT, KEPT_OPTIONS = FAMILIES["inverse_partly_kept"], options("inverse_partly_kept")
 STEPS = 15
 P = PartitionSpec
+EXPLICIT = (AxisType.Explicit,) * 2
 LAYOUTS = {
     "rows": {"weight": P("x")},
     "all axes on rows": {"weight": P(("y", "x"))},
@@ -74,7 +75,7 @@ def check_sharded(held, spec, mesh) -> None:
 def main() -> None:
     assert len(jax.devices()) == 8
     auto = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
-    explicit = jax.make_mesh((4, 2), ("x", "y")) if hasattr(jax, "make_mesh") else auto
+    explicit = jax.make_mesh((4, 2), ("x", "y"), EXPLICIT)
     single = Mesh(np.array(jax.devices()[:1]), ("x",))
     state, noise = run(Engine(STRATEGY, KEY), sharded(auto, ALL_SHAPES, ALL_SPECS))
     compare(noise)
@@ -108,10 +109,8 @@ def main() -> None:
 
 def check_explicit() -> None:
     """Where the user keeps track of shardings, empty histories and axes of one device are as they were written."""
-    if not hasattr(jax, "make_mesh"):
-        return
     for rows, columns in ((4, 2), (4, 1)):
-        mesh = jax.make_mesh((rows, columns), ("x", "y"), devices=jax.devices()[: rows * columns])
+        mesh = jax.make_mesh((rows, columns), ("x", "y"), EXPLICIT, devices=jax.devices()[: rows * columns])
         for strategy in (Identity(3), toeplitz(3, 3)):  # without a history, and without look-ahead
             for specs in (LAYOUTS["rows"], LAYOUTS["both"]):
                 noise = run(Engine(strategy, KEY), sharded(mesh, SHAPES, specs), steps=2)[1]

@@ -98,8 +98,8 @@ class Training:
         return self.steps(run, *self.begin(), **loading)[0]
 
 
-def open_run(chosen, folder=None, **more):
-    return Run(chosen, folder, key=Key(bytes(32)), **more)
+def open_run(chosen, folder=None, key=None, **more):
+    return Run(chosen, folder, key=Key(bytes(32)) if key is None else key, **more)
 
 
 def flat(tree):

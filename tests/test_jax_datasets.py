@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 import warnings
 
 import jax
@@ -221,6 +223,35 @@ def test_the_numbers_of_the_user_are_not_disturbed():
     assert np.random.random() == expected[0]
 
 
+def test_two_threads_that_load_leave_the_numbers_of_the_user_as_they_were():
+    """Each would keep what the other has seeded for the user's own."""
+    begun = threading.Barrier(2, timeout=10)
+
+    def slow(index):
+        time.sleep(0.002)
+        return noisy(index)
+
+    def load():
+        begun.wait()
+        loaded(Dataset(slow))
+
+    np.random.seed(3)
+    expected = np.random.get_state()[1].tolist()
+    threads = [threading.Thread(target=load) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert np.random.get_state()[1].tolist() == expected
+
+
+def test_a_generator_of_torch_of_another_kind_is_warned_of(monkeypatch):
+    """Of its seed torch uses 32 bits, which can be guessed."""
+    monkeypatch.setattr(generators, "_CPU_STATE", 1)
+    with pytest.warns(UserWarning, match="seeded with 32 bits only"):
+        generators.seed_torch(torch.Generator(), bytes(32))
+
+
 def test_a_data_set_that_draws_by_itself_or_remembers_is_warned_of():
     own, seen = np.random.default_rng(0), []
 
@@ -262,13 +293,31 @@ def test_a_batch_that_is_alike_in_itself_but_not_like_others_is_refused():
         source.rows(np.arange(20, 30))
 
 
-def test_a_list_that_may_be_of_examples_or_of_columns_is_refused():
-    """Read as columns, an example is a row of everybody: twelve clip norms in steps that it is not in."""
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda square: square,
+        tuple,
+        lambda square: {"x": square, "y": Y},
+        lambda square: (square, Y),
+        lambda square: [tuple(square), Y],
+    ],
+    ids=["list", "tuple", "in a dictionary", "in a pair", "in a list"],
+)
+def test_a_list_that_may_be_of_examples_or_of_columns_is_refused(given):
+    """Read as columns, an example is a row of everybody: up to 30 clip norms in steps that it is not in."""
     square = [np.full((ROWS, 2), i) for i in range(ROWS)]
     with pytest.raises(ValueError, match=r"len\(data\)=32: .*examples or columns; stack examples"):
-        loaded(square)
+        loaded(given(square))
+
+
+def test_lists_of_examples_are_data_sets_wherever_they_are():
+    square, narrow = [np.full((ROWS, 2), i) for i in range(ROWS)], [np.full(2, i) for i in range(ROWS)]
     np.testing.assert_array_equal(loaded(np.stack(square)).data[:10, 0, 0], range(10))
-    np.testing.assert_array_equal(loaded([np.full(2, i) for i in range(ROWS)]).data[:10, 0], range(10))
+    np.testing.assert_array_equal(loaded(narrow).data[:10, 0], range(10))
+    found = loaded({"x": narrow, "y": Y.tolist(), "z": (tuple(narrow), Y)}).data
+    for part in (found["x"][:, 0], found["y"], found["z"][0][:, 0], found["z"][1]):
+        np.testing.assert_array_equal(part[:10], range(10))
 
 
 def test_a_data_set_of_another_length_is_refused():

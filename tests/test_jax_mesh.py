@@ -23,13 +23,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def output(folder):
-    return one_process("one", folder) + two_processes(folder)
+    return [*one_process("one", folder), *two_processes(folder)]
 
 
 def one_process(kind, folder):
     done = children.run(SCRIPT, kind, folder, env=devices(8), timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    return done.stdout
+    return done.stdout.splitlines()
 
 
 def two_processes(folder):
@@ -38,7 +38,7 @@ def two_processes(folder):
     ended = [child.wait(400) for child in started]
     for done in ended:
         assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    return ended[0].stdout
+    return ended[0].stdout.splitlines()
 
 
 @pytest.mark.parametrize("claim", CLAIMS)
@@ -49,4 +49,4 @@ def test_training_over_a_mesh(output, claim):
 @pytest.mark.long
 def test_training_over_a_mesh_in_further_layouts(output, folder):
     found = one_process("more", folder)
-    assert [line.removesuffix(" holds") for line in found.splitlines()] == FURTHER
+    assert [line.removesuffix(" holds") for line in found] == FURTHER

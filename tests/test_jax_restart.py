@@ -9,6 +9,7 @@ import subprocess
 import sys
 from enum import IntEnum
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -36,10 +37,10 @@ def history(state):
     return {name: np.asarray(vectors) for name, vectors in private.noise.history.items()}
 
 
-def saved(folder, until=6, **more):
+def saved(folder, until=6, key=None, **more):
     """A run in this folder with a checkpoint after so many steps; its training and what was saved."""
     plan = tiny.plan(**more)
-    run, training = open_run(plan, folder), Training(plan, optax.adam(0.1))
+    run, training = open_run(plan, folder, key), Training(plan, optax.adam(0.1))
     weights, state = training.steps(run, *training.begin(), until=until)
     run.save((weights, state))
     run.close()
@@ -102,8 +103,14 @@ def every_array(folder):
         return jax.tree.leaves(reader.restore((folder / "arrays").absolute()))
 
 
+def shows(content, key):
+    """Whether a key is there, as it is or as text."""
+    return key.secret in content or key.secret.hex().encode() in content.lower()
+
+
 def test_a_checkpoint_holds_the_noise_only_encrypted(tmp_path):
-    plan, _, weights, state = saved(tmp_path)
+    given = Key(bytes(range(1, 33)))
+    plan, _, weights, state = saved(tmp_path, key=given)
     (folder,) = seal.checkpoints(tmp_path / "checkpoints")
     arrays = [np.asarray(leaf) for leaf in every_array(folder)]
     assert any(np.array_equal(leaf, weights["weight"]) for leaf in arrays)  # the attack can read
@@ -114,12 +121,12 @@ def test_a_checkpoint_holds_the_noise_only_encrypted(tmp_path):
         int(word) for leaf in arrays if leaf.dtype == np.float32 for word in leaf.reshape(-1).view(np.uint32)
     }
     assert len(words & found) == 0
-    whole = b"".join(
-        path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != "key"
-    )
-    run = open_run(plan, tmp_path)
-    for secret in (run._key.secret, Key(bytes([9] * 32)).secret, run._key.derive("noise").secret):
-        assert secret not in whole
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert shows(files.pop(tmp_path / "key"), given)  # where it is meant to be
+    run = open_run(plan, tmp_path, given)
+    contents = [*files.values(), *(leaf.tobytes() for leaf in arrays)]  # which are compressed in their files
+    for secret in (given, run._key, run._key.derive("noise")):
+        assert not any(shows(content, secret) for content in contents)
 
 
 def test_every_checkpoint_is_encrypted_with_another_stream(tmp_path):
@@ -160,7 +167,11 @@ def test_a_changed_checkpoint_is_refused_before_it_is_read(tmp_path, monkeypatch
     (folder,) = seal.checkpoints(tmp_path / "checkpoints")
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert len(files) > 3
-    monkeypatch.setattr("bandmf.jax.training.checkpoint._read", lambda *_: pytest.fail("was read"))
+    for name in ("_read", "_from_host"):
+        monkeypatch.setattr(f"bandmf.jax.training.checkpoint.{name}", lambda *_: pytest.fail("was read"))
+    # Of this module alone: the seal is read first.
+    parser = SimpleNamespace(loads=lambda *_: pytest.fail("was read"))
+    monkeypatch.setattr("bandmf.jax.training.checkpoint.json", parser)
     for path in files:
         contents = path.read_bytes()
         path.write_bytes(contents[:-1] + bytes([contents[-1] ^ 1]) if contents else b"x")
@@ -171,15 +182,20 @@ def test_a_changed_checkpoint_is_refused_before_it_is_read(tmp_path, monkeypatch
 
 def test_the_attack_works_on_a_checkpoint_without_a_seal(tmp_path, monkeypatch):
     """The planted fault: with verification off, a changed weight arrives."""
-    plan, training, *_ = saved(tmp_path)
+    plan, training, weights, _ = saved(tmp_path)
     (folder,) = seal.checkpoints(tmp_path / "checkpoints")
-    contents = json.loads((folder / "contents.json").read_text())
-    contents["salt"] = "0" * 32
-    (folder / "contents.json").write_text(json.dumps(contents))
-    monkeypatch.setattr(seal, "changed", lambda *_: [])
+    with ocp.StandardCheckpointer() as orbax:
+        place = (folder / "arrays").absolute()
+        arrays = orbax.restore(place)
+        (name,) = [name for name, leaf in arrays.items() if np.array_equal(leaf, weights["weight"])]
+        orbax.save(place, {**arrays, name: arrays[name] + 1}, force=True)
     run = open_run(plan, tmp_path)
-    run.restore(training.begin())
-    assert run.steps_taken == 6
+    with pytest.raises(ValueError, match="was changed after it was written"):
+        run.restore(training.begin())
+    monkeypatch.setattr(seal, "changed", lambda *_: [])
+    found, _ = run.restore(training.begin())
+    np.testing.assert_array_equal(found["weight"], weights["weight"] + 1)
+    np.testing.assert_array_equal(found["bias"], weights["bias"])
 
 
 def test_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch):
@@ -249,12 +265,15 @@ def test_a_folder_that_was_copied_is_another_run(tmp_path):
     assert run.spent() == pytest.approx(plan.spent_after(6) + plan.spent_after(STEPS))
 
 
-def test_two_processes_cannot_have_one_run(tmp_path):
+def test_two_objects_cannot_have_one_run(tmp_path):
     plan = tiny.plan()
     first, training = open_run(plan, tmp_path), Training(plan)
     training.steps(first, *training.begin(), until=2)
-    with pytest.raises(RuntimeError, match="another process"):
+    with pytest.raises(RuntimeError, match=r"this process has it open already.*close that one first"):
         open_run(plan, tmp_path)
+    with first:
+        pass
+    open_run(plan, tmp_path).close()
 
 
 def test_random_keys_and_numbers_in_the_tree_come_back(tmp_path):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from weakref import WeakSet
 
 import pytest
 
@@ -157,10 +158,14 @@ def test_any_other_damage_is_refused(path, damage):
         open_ledger(path)
 
 
-def test_one_process_at_a_time(path):
+def test_one_process_at_a_time(path, monkeypatch):
     first = open_ledger(path)
-    with pytest.raises(RuntimeError, match="another process"):
+    with pytest.raises(RuntimeError, match="this process has it open already"):
         open_ledger(path)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr("bandmf.ledger.file._every", WeakSet())  # as in another process
+        with pytest.raises(RuntimeError, match="another process is running this run"):
+            open_ledger(path)
     first.close()
     open_ledger(path)
 

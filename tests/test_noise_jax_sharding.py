@@ -16,7 +16,7 @@ def output(request):
     native = "1" if request.param == "native" else "0"
     done = children.run(HERE / "jax_devices.py", env=devices(8, BANDMF_NATIVE=native), timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    return done.stdout
+    return done.stdout.splitlines()
 
 
 @pytest.mark.parametrize("layout", CLAIMS)

@@ -123,22 +123,17 @@ def test_the_conditional_is_in_the_compiled_program(masked):
 # --- devices ------------------------------------------------------------------------------------------------
 
 
+CLAIMS = [
+    "sum", "microbatches", "unchecked", "contribution", "explicit mesh", "fault", "cut weights", "training",
+    "cut updates",
+]  # fmt: skip
+
+
 def test_single_examples_are_clipped_inside_of_shard_map():
     env = environment(XLA_FLAGS="--xla_force_host_platform_device_count=8")
     done = children.run(HERE / "jax_shard_map_clipping.py", env=env, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    claims = (
-        "sum",
-        "contribution",
-        "microbatches",
-        "explicit mesh",
-        "fault",
-        "cut weights",
-        "training",
-        "cut updates",
-    )
-    for claim in claims:
-        assert f"{claim} holds" in done.stdout
+    assert [line.removesuffix(" holds") for line in done.stdout.splitlines()] == CLAIMS
 
 
 # --- what is clipped together -------------------------------------------------------------------------------
@@ -266,3 +261,24 @@ def test_rows_that_every_example_would_see_are_refused_in_any_place(shape):
     gradient = clipped_gradient(lambda weights, x, y: jnp.sum(x @ weights) * y.sum(), clip_norm=1.0)
     with pytest.raises(ValueError, match=r"frozen weights, bind them: functools\.partial"):
         gradient(jnp.zeros(3), jnp.ones((8, 3)), jnp.ones(shape))
+
+
+def test_two_sums_that_were_clipped_apart_are_not_one():
+    """Of two towers, each clipped by itself, one example would add the root of two clip norms."""
+    plan = tiny.plan()
+    training, run = Training(plan), open_run(plan)
+    weights, state = training.begin()
+
+    def towers(rows, mask):
+        def part(name):
+            return clipped_gradient(
+                lambda own, example: tiny.loss({**weights, **own}, example), clip_norm=CLIP
+            )({name: weights[name]}, rows, mask=mask)
+
+        return part("weight"), part("bias")
+
+    first, second = next(run.batches(data())).sum(towers)
+    together = Clipped({**first.total, **second.total}, CLIP)
+    with pytest.raises(ValueError, match="put together from several sums, each clipped by itself"):
+        run.release(training.update, together, weights, state)
+    assert run.spent() == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 
 import jax
@@ -261,7 +262,7 @@ def test_a_function_that_cannot_be_called_again_is_told_why_it_was():
     def first(rows, mask):
         return gradient(jnp.ones(2), rows, mask=mask), rows[np.flatnonzero(mask)[0]]
 
-    with pytest.raises(RuntimeError, match=r"\(IndexError: .*batches without an example"):
+    with pytest.raises(RuntimeError, match=r"\(IndexError: .*a batch without examples"):
         one_batch(9).sum(first)
 
 
@@ -334,3 +335,47 @@ def test_a_text_is_no_sum():
     (batch,) = batches([9])
     with pytest.raises(ValueError, match=r"dtype in the result='str': batch\.sum adds up numbers only"):
         batch.sum(lambda rows, mask: (jnp.sum(mask), "loss"))
+
+
+def test_a_function_that_advances_a_key_of_its_own_is_told_so():
+    key, gradient = [jax.random.key(0)], clipped_gradient(lambda w, row: w @ row, clip_norm=1.0)
+
+    def advancing(rows, mask):
+        key[0], own = jax.random.split(key[0])
+        return gradient(jnp.ones(2) + jax.random.normal(own), rows, mask=mask)
+
+    source = Source(np.ones((EXAMPLES, 2), np.float32), EXAMPLES, 12, 16, None)
+    with pytest.raises(ValueError, match=r"keeps something between calls.*batch\.step"):
+        Batch(0, np.arange(9), source).sum(advancing)
+
+
+def test_a_function_without_a_mask_is_told_how_it_is_called():
+    source = Source(np.ones((EXAMPLES, 2), np.float32), EXAMPLES, 12, 16, None)
+    gradient = clipped_gradient(lambda w, row: w @ row, clip_norm=1.0)
+    with pytest.raises(TypeError, match=r"calls its function as function\(data, mask=mask\)"):
+        Batch(0, np.arange(9), source).sum(lambda rows, m: gradient(jnp.ones(2), rows, mask=m))
+    with pytest.raises(ValueError, match=r"looks like a mask; give it by its name: .*mask=mask"):
+        Batch(0, np.arange(9), source).sum(lambda rows, mask: gradient(jnp.ones(2), rows, mask))
+
+
+def test_a_parameter_that_only_noise_trains_is_warned_of():
+    """As all before a batch norm, whose statistics are those of the one example."""
+
+    def loss(weights, row):
+        hidden = weights["before"] * row
+        normed = (hidden - hidden.mean(axis=0)) / jnp.sqrt(hidden.var(axis=0) + 1e-5)
+        return (normed + 1) @ weights["after"]
+
+    gradient = jax.jit(clipped_gradient(lambda w, row: loss(w, row[None])[0], clip_norm=1.0))
+    weights = {"before": jnp.ones(2), "after": jnp.ones(2)}
+    source = Source(
+        np.random.default_rng(0).normal(size=(EXAMPLES, 2)).astype(np.float32), EXAMPLES, 12, 16, None
+    )
+    for step in range(9):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            Batch(step, np.arange(9), source).sum(partial(gradient, weights))
+    with pytest.warns(
+        UserWarning, match=r"the sum\.total\['before'\] had only zeros in the first 10 batches"
+    ):
+        Batch(9, np.arange(9), source).sum(partial(gradient, weights))

@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import jax_training as tiny
+from bandmf.jax.noise import native_executor
 from bandmf.jax.privatize import PrivateState, private_states
 from bandmf.ledger.file import LockedLines
 from children import environment
@@ -70,6 +71,32 @@ def mapped(training):
     return advance
 
 
+def mapped_by_vmap(training):
+    """A jitted update does not see it: inside, everything has the shapes of one."""
+
+    def advance(rows, weights, state, secret):
+        total = training.gradient(weights, rows.data, mask=rows.mask)
+        both = jax.tree.map(lambda leaf: jnp.stack([leaf, 0 * leaf]), total)
+        found = jax.vmap(lambda one: training.update(one, weights, state, secret=secret))(both)
+        return jax.tree.map(lambda leaf: leaf[0], found)
+
+    return advance
+
+
+def over_devices(training):
+    """Each of which could have a sum of its own."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
+    spec = jax.sharding.PartitionSpec()
+
+    def advance(rows, weights, state, secret):
+        total = training.gradient(weights, rows.data, mask=rows.mask)
+        return jax.shard_map(training.update, mesh=mesh, in_specs=spec, out_specs=spec)(
+            total, weights, state, secret
+        )
+
+    return advance
+
+
 def repeated(training):
     def advance(rows, weights, state, secret):
         def body(_, now):
@@ -100,15 +127,26 @@ def never(training):
         (twice, "used privatize 2 times"),
         (sharpness_aware, "used privatize 2 times"),
         (mapped, "used privatize inside of scan"),
+        (over_devices, "used privatize inside of shard_map"),
         (repeated, "used privatize inside of while"),
         (sometimes, r"used privatize \[0, 1\] times in the branches"),
         (never, "privatize was not found in it"),
     ],
 )
 def test_a_step_of_a_chunk_has_one_noise_though_its_update_is_jitted(attack, sentence):
-    plan = tiny.plan()
-    training, run = Jitted(plan), open_run(plan)
-    training.chunks(open_run(plan), *training.begin(), steps=1, until=1)  # so that it was traced before
+    training, before = Jitted(tiny.plan()), open_run(tiny.plan())
+    training.chunks(before, *training.begin(), steps=1, until=1)  # so that it was traced already
+    check_refused(training, attack, sentence)
+
+
+def test_a_step_of_a_chunk_is_not_mapped_where_its_noise_could_be(monkeypatch):
+    """Of operations of XLA; over the native kernel JAX itself refuses vmap."""
+    monkeypatch.setattr(native_executor, "registered", lambda: False)
+    check_refused(Jitted(tiny.plan()), mapped_by_vmap, "used privatize inside of vmap")
+
+
+def check_refused(training, attack, sentence):
+    run = open_run(tiny.plan())
     with pytest.raises(ValueError, match=sentence):
         run.release_chunk(attack(training), next(run.chunks(data(), steps=1)), *training.begin())
     assert run.ledger.steps_spent == 0

@@ -49,6 +49,14 @@ def test_a_digest_sees_every_change(change):
         assert not np.array_equal(digest(x, SEEDS), digest(change(x), SEEDS))
 
 
+def test_a_digest_sees_two_arrays_that_are_exchanged():
+    """Of one shape and type, so that nothing but their order tells."""
+    for seed in range(5):
+        x, y = jnp.asarray(np.random.default_rng(seed).normal(size=(2, 6)), jnp.float32)
+        for one, other in ((x, y), (x[:3], x[3:])):
+            assert not np.array_equal(digest([one, other], SEEDS), digest([other, one], SEEDS))
+
+
 def test_a_loss_with_the_other_sign_is_no_replay(tmp_path):
     """Half of the difference of two such releases would be the sum without noise."""
     plan = tiny.plan()

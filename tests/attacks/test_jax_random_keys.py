@@ -161,3 +161,33 @@ def test_keys_split_over_the_rows_are_refused():
 def test_keys_by_a_number_of_the_example_are_its_own():
     with_all, without = summed(by_number, np.arange(40)), summed(by_number, np.arange(1, 40))
     assert jnp.linalg.norm(with_all - without) < 1.001
+
+
+# --- functions of the host --------------------------------------------------------------------------------------
+
+
+def by_the_largest(method):
+    """A loss with a callback that divides by the largest of all that it is given."""
+
+    def loss(weights, row):
+        def scaled(values):
+            return (values / np.abs(values).max()).astype(np.float32)
+
+        size = jax.ShapeDtypeStruct((), jnp.float32)
+        return (weights @ row) * jax.pure_callback(scaled, size, row[0], vmap_method=method)
+
+    return clipped_gradient(loss, clip_norm=1.0)
+
+
+@pytest.mark.parametrize("method", ["expand_dims", "broadcast_all"])
+def test_callbacks_that_are_given_all_examples_at_once_are_refused(method):
+    """One example moved the sum by eight clip norms."""
+    with pytest.raises(ValueError, match=r"given all examples at once.*vmap_method='sequential'"):
+        jax.jit(by_the_largest(method))(jnp.ones(FEATURES), jnp.ones((ROWS, FEATURES)))
+
+
+def test_callbacks_for_single_examples_are_taken():
+    rows = jnp.asarray(DICE.normal(size=(ROWS, FEATURES)).astype(np.float32))
+    gradient = jax.jit(by_the_largest("sequential"))
+    parts = [gradient(jnp.ones(FEATURES), rows[k : k + 8]).total for k in range(0, ROWS, 8)]
+    np.testing.assert_allclose(gradient(jnp.ones(FEATURES), rows).total, sum(parts), atol=1e-4)

@@ -272,7 +272,7 @@ def test_a_folder_that_really_moved_goes_on_as_it_was(tmp_path):
 
 def test_two_objects_of_one_run_are_refused(tmp_path):
     private = open_run(tmp_path)
-    with pytest.raises(RuntimeError, match="another process is running this run"):
+    with pytest.raises(RuntimeError, match="this process has it open already"):
         open_run(tmp_path)
     private.close()
     open_run(tmp_path)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 
 def is_traced(tree: Any) -> bool:
@@ -15,8 +16,24 @@ def is_traced(tree: Any) -> bool:
 
 def inside(eqn: Any) -> Iterator[Any]:
     """The jaxprs that an equation calls."""
+    for part in _called(eqn):
+        yield getattr(part, "jaxpr", part)
+
+
+def constants(program: Any) -> Iterator[Any]:
+    """The arrays that a jaxpr was made with, and those of all that it calls."""
+    yield from getattr(program, "consts", ())
+    for eqn in getattr(program, "jaxpr", program).eqns:
+        for var in eqn.invars:
+            if np.ndim(getattr(var, "val", 0)):  # a literal that is an array
+                yield var.val
+        for part in _called(eqn):
+            yield from constants(part)
+
+
+def _called(eqn: Any) -> Iterator[Any]:
+    """The same as `inside`, with their constants where they have any."""
     for value in eqn.params.values():
         for each in value if isinstance(value, (tuple, list)) else (value,):
-            each = getattr(each, "jaxpr", each)
-            if hasattr(each, "eqns"):
+            if hasattr(getattr(each, "jaxpr", each), "eqns"):
                 yield each

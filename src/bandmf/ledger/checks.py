@@ -14,7 +14,8 @@ REVEALS = (
     "two results with the same noise reveal their difference: restart with the same code, data, learning-rate schedule "
     "(with make_private, one given as scheduler=), machine and number of ranks, from the last checkpoint (in JAX, with "
     "run.restore before the first step), or begin a new run in another folder; "
-    "if nobody ever saw anything that came of the steps from {0} on, say so with withdraw({0}, statement)"
+    "if nobody ever saw anything that came of the steps from {0} on, say so with ledger.withdraw({0}, statement) of "
+    "this run"
 )
 MOVED = (
     "if the original is gone, say so with moved='moved'; if it may still be used, moved='copied' begins a run of its "

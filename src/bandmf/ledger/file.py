@@ -12,10 +12,12 @@ import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
+from weakref import WeakSet
 
 from bandmf._files import sync_folder
 
 Place = dict[str, list[int]]
+_every: WeakSet[LockedLines] = WeakSet()  # of this process
 
 
 class LockedLines:
@@ -24,6 +26,7 @@ class LockedLines:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: int | None = None
+        _every.add(self)
         self._torn = 0  # bytes at the end that are no whole line
         self._seen: tuple[int, int, int] | None = None  # device, inode and size when it was read
 
@@ -60,7 +63,18 @@ class LockedLines:
             mine = False
         if not mine:
             self.close()
+            if self._is_open_here():
+                raise RuntimeError(
+                    f"{self.path}: this process has it open already (in an earlier cell of a notebook, or another Run "
+                    "or make_private); close that one first, with close()"
+                )
             raise RuntimeError(f"{self.path}: another process is running this run; wait for it or stop it")
+
+    def _is_open_here(self) -> bool:
+        """Whether this very process has locked the file."""
+        mine = os.stat(self.path)
+        files = [other._file for other in _every if other._file is not None]
+        return any(os.path.samestat(os.fstat(file), mine) for file in files)
 
     def _state(self) -> tuple[int, int, int]:
         assert self._file is not None
@@ -88,7 +102,9 @@ class LockedLines:
                     os.link(self.path, keep_as)
                 os.replace(draft, self.path)
         except (FileExistsError, FileNotFoundError):
-            raise RuntimeError(f"{self.path}: another process began a run there just now") from None
+            raise RuntimeError(
+                f"{self.path}: another process, or another run of this one, began there just now; open it again"
+            ) from None
         finally:
             draft.unlink(missing_ok=True)
             if original is not None:

@@ -118,7 +118,7 @@ class NumpyEngine:
             gradient = gradients[name]
             # A copy where the gradient is not contiguous: `reshape` alone may give a view with gaps, and a kernel would
             # put the noise there.
-            flat = np.require(gradient, requirements="CA").reshape(-1)
+            flat = np.require(gradient, requirements=["C", "A"]).reshape(-1)
             vectors = state.history[name], state.prepared[name]
             if self._native:
                 address = flat.ctypes.data, flat.dtype.name

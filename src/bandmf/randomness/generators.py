@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,12 +17,18 @@ from bandmf.randomness.stream import Stream
 
 _TWISTER = 624  # words of 32 bits, the state of torch's Mersenne twister
 _CPU_STATE = 5056  # bytes of the state of torch's generator
+_LOCK = threading.RLock()  # two threads would each keep what the other has seeded for the user's own
 _BEFORE = 3  # words of 64 bits in it before the twister's own
 
 
 @contextmanager
 def lent() -> Iterator[None]:
     """In here they may be seeded; then they go on where the user left them, and tell nothing of what was drawn."""
+    with _LOCK:
+        yield from _lent()
+
+
+def _lent() -> Iterator[None]:
     of_torch = _of_torch()
     before = random.getstate(), np.random.get_state(legacy=False), of_torch and of_torch.get_state()
     try:
@@ -52,6 +60,12 @@ def seed_torch(generator: Any, secret: bytes) -> None:
     if state.numel() == _CPU_STATE:
         state.numpy().view(np.uint64)[_BEFORE : _BEFORE + _TWISTER] = words[1:].view(np.uint32)
         generator.set_state(state)
+    else:
+        warnings.warn(
+            f"torch {sys.modules['torch'].__version__}: its generator has a state that bandmf does not know, so it is "
+            "seeded with 32 bits only, which can be guessed; use a version of torch that bandmf was tested with",
+            stacklevel=2,
+        )
 
 
 def _of_torch() -> Any:

@@ -28,7 +28,7 @@ def check_real(arguments: tuple[Any, ...], chosen: tuple[int, ...]) -> None:
                     f"dtype in argument {place}", str(kind),
                     "must be a floating-point type: the gradient is taken by this argument",
                     "give the weights there, and not the state of the optimizer: run.release returns what update does, "
-                    "in its order",
+                    "in its order; with flax.nnx, split off the parameters: nnx.split(model, nnx.Param, ...)",
                 )  # fmt: skip
 
 
@@ -67,6 +67,11 @@ def check_others(
     others = [place for place in range(len(arguments)) if place not in (*batched, *chosen)]
     # Of one row, it would be the example's own.
     alike = [place for place in others if rows > 1 and rows in _lengths(arguments[place])]
+    if alike and str(getattr(arguments[alike[0]], "dtype", "")) == "bool":
+        raise _check.fail(
+            "batch_argnums", batched, f"argument {alike[0]} looks like a mask",
+            "give it by its name: gradient(weights, rows, mask=mask)",
+        )  # fmt: skip
     if alike:
         raise _check.fail(
             "batch_argnums", batched, f"argument {alike[0]} has {rows} rows too, and every example would see them all",

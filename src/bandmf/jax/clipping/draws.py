@@ -1,7 +1,8 @@
-"""Random numbers in a loss: every example must draw from its own key, or all would follow the key of the first one.
+"""What a loss calls for all examples at once, and must not: random draws from one key, and functions of the host.
 
 Under `jax.vmap`, keys of the implementations "rbg" and "unsafe_rbg" draw the numbers of all rows from the first row's
-key. That shows in the program of a batch: a draw has a dimension more than in the program of one example.
+key, and a callback may be given all rows in one call. Both show in the program of a batch: there they have a dimension
+more than in the program of one example.
 """
 
 from __future__ import annotations
@@ -15,16 +16,23 @@ import jax
 from bandmf.jax.tracing import inside
 
 _NO_DRAWS = ("random_unwrap", "random_clone")
+_CALLBACKS = ("pure_callback", "io_callback")
 _ROW_BY_ROW = "key<fry>"  # threefry2x32: what JAX draws with, unless told otherwise
 
 
 def check_own_draws(batch: Any, one: Callable[[Any], Any], examples: Any) -> None:
-    """Refuse a jaxpr of a batch in which examples draw together; `one` is the function of a single example."""
-    together = Counter(_draws(batch.jaxpr))
-    if not any(together):
+    """Refuse a jaxpr of a batch in which examples draw, or call, together; `one` is the function of a single one."""
+    every = Counter(_shared(batch.jaxpr))
+    if not any(every):
         return
     first = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), examples)
-    if together - Counter(_draws(jax.make_jaxpr(one)(first).jaxpr)):
+    together = {name for name, _ in every - Counter(_shared(jax.make_jaxpr(one)(first).jaxpr))}
+    if together & set(_CALLBACKS):
+        raise ValueError(
+            "loss: calls a function of the host (jax.pure_callback) that is given all examples at once, so examples "
+            "could depend on each other; use vmap_method='sequential', which calls it for each"
+        )
+    if together:
         raise ValueError(
             "random keys: under jax.vmap, those of another implementation than threefry2x32 (rbg, unsafe_rbg) draw the "
             "numbers of all examples from the key of the first one, so examples would depend on each other; make keys "
@@ -33,16 +41,18 @@ def check_own_draws(batch: Any, one: Callable[[Any], Any], examples: Any) -> Non
         )
 
 
-def _draws(program: Any) -> Iterator[tuple[Any, ...]]:
-    """What draws random numbers in a way that may not go row by row: by its name, with its dimensions."""
+def _shared(program: Any) -> Iterator[tuple[str, Any]]:
+    """What draws random numbers, or calls the host, in a way that may not go row by row: its name and dimensions."""
     for eqn in program.eqns:
         name = eqn.primitive.name
         if name == "rng_bit_generator":
             yield name, tuple(eqn.params["shape"])
         elif name.startswith("random_") and name not in _NO_DRAWS and _may_mix(eqn.invars[0].aval):
             yield name, eqn.invars[0].aval.shape
+        elif name in _CALLBACKS:
+            yield name, tuple(var.aval.shape for var in eqn.invars)
         for part in inside(eqn):
-            yield from _draws(part)
+            yield from _shared(part)
 
 
 def _may_mix(kind: Any) -> bool:

@@ -7,6 +7,7 @@ never dropped; a sum that is none, or to which one example adds too much, is ref
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,8 @@ class Batch:
     def __init__(self, step: int, indices: Indices, source: Source) -> None:
         self.step, self._indices, self._source = step, indices, source
         self._read = False  # piece by piece, since `sum` was called
+        self._read_whole = False  # to the last piece
+        self._unmasked: set[int] = set()  # pieces with empty rows, whose mask nobody has looked at
         self._sums: list[tuple[list[Any], Verdict]] = []  # what `sum` gave, and what is known of it
 
     @property
@@ -40,14 +43,20 @@ class Batch:
         self._read = True
         return self._pieces()
 
-    def _pieces(self) -> Iterator[Rows]:
-        return (self._source.rows(part, self.step) for part in self._parts())
+    def _pieces(self) -> Iterator[Any]:
+        parts = self._parts()
+        for number, part in enumerate(parts):
+            rows = self._source.rows(part, self.step)
+            if len(part) < self._source.capacity:
+                self._unmasked.add(number)
+            self._read_whole |= number == len(parts) - 1
+            yield Piece(rows, partial(self._unmasked.discard, number))
 
-    def _parts(self) -> Iterator[Indices]:
+    def _parts(self) -> list[Indices]:
         """The indices of each piece."""
         capacity = self._source.capacity
-        for begin in range(0, max(1, len(self._indices)), capacity):
-            yield self._indices[begin : begin + capacity]
+        begins = range(0, max(1, len(self._indices)), capacity)
+        return [self._indices[begin : begin + capacity] for begin in begins]
 
     def sum(self, gradient: Callable[..., Any]) -> Any:
         """gradient(data, mask=mask), added up over the pieces of the batch: one, but for the largest batches.
@@ -59,7 +68,8 @@ class Batch:
         def results() -> Iterator[Any]:
             for part in self._parts():
                 piece = source.rows(part, self.step)
-                result = gradient(piece.data, mask=piece.mask)
+                with _explained():
+                    result = gradient(piece.data, mask=piece.mask)
                 verdicts.append(
                     source.trials.judged(
                         gradient, source.capacity, partial(source.mixed, part, self.step), result
@@ -85,12 +95,71 @@ class Batch:
                 _check_verdict(verdict, places, getattr(total, "clip_norm", None), self.step)
                 return
         if self._read:
+            self._check_pieces()
             return
         raise ValueError(
             f"step={self.step}: total is not what batch.sum gave for this batch, and nothing was released; two sums "
             "added up have twice the clip norm. Change nothing between batch.sum and run.release, or read the batch "
             "piece by piece (for rows in batch), after that, if you answer for the sum"
         )
+
+    def _check_pieces(self) -> None:
+        """Refuse what cannot be the sum over all pieces of this batch."""
+        if not self._read_whole:
+            raise ValueError(
+                f"step={self.step}: the batch has {len(self._parts())} pieces, not all of which were read, so who is "
+                "left out depends on who else is there; nothing was released: add up the sums of all pieces (for rows "
+                "in batch), and release once, after that"
+            )
+        if self._unmasked:
+            raise ValueError(
+                f"step={self.step}: the mask of a piece was not used, so rows that no example fills count as examples; "
+                "nothing was released: pass it on, gradient(weights, rows.data, mask=rows.mask)"
+            )
+
+
+@jax.tree_util.register_pytree_node_class
+class Piece:
+    """Rows that notice whether anybody looks at their mask: as `rows.mask`, or at all of them, as jit does."""
+
+    def __init__(self, rows: Rows, looked: Callable[[], None]) -> None:
+        self._rows, self._looked = rows, looked
+
+    @property
+    def data(self) -> Any:
+        """The examples."""
+        return self._rows.data
+
+    @property
+    def mask(self) -> Array:
+        """Which rows count."""
+        self._looked()
+        return self._rows.mask
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.data, self.mask))
+
+    def tree_flatten(self) -> tuple[tuple[Any, Array], None]:
+        """Into what jit is given."""
+        return (self.data, self.mask), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, parts: tuple[Any, Array]) -> Rows:
+        """Plain rows, in a program."""
+        return Rows(*parts)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except TypeError as error:
+        if "unexpected keyword argument 'mask'" in str(error):
+            raise TypeError(
+                "batch.sum: calls its function as function(data, mask=mask), and this one has no argument `mask`: "
+                "write batch.sum(lambda data, mask: gradient(weights, data, mask=mask))"
+            ) from error
+        raise
 
 
 def _check_verdict(verdict: Verdict, places: list[Any], clip_norm: float | None, step: int) -> None:
@@ -100,12 +169,20 @@ def _check_verdict(verdict: Verdict, places: list[Any], clip_norm: float | None,
             raise ValueError(f"step={step}: {verdict.wrong[place]}; nothing was released")
     if clip_norm is None:
         return
+    if len({verdict.owners[place] for place in places} - {None}) > 1:
+        raise ValueError(
+            f"step={step}: total is put together from several sums, each clipped by itself, so one example may add "
+            f"more than clip_norm={clip_norm:g}; nothing was released: clip all parameters together, in one "
+            "clipped_gradient"
+        )
     others = {verdict.clip_norms[place] for place in places} - {None, clip_norm}
     alone = float(np.sqrt(verdict.alone[:, places].sum(axis=1)).max(initial=0.0))
     if others or alone > clip_norm * (1 + _ROUNDING):
-        found = f"was clipped to {others.pop()}" if others else f"gets {alone:.4g} from one example alone"
+        found = (
+            f"was clipped to {others.pop()}, not to" if others else "gets from one example alone more than"
+        )
         raise ValueError(
-            f"step={step}: total {found}, and not clip_norm={clip_norm:g}; nothing was released: clip all parameters "
+            f"step={step}: total {found} clip_norm={clip_norm:g}; nothing was released: clip all parameters "
             "together, once, and repeat, scale or add up nothing afterwards; with shard_map, cut the rows over devices"
         )
 

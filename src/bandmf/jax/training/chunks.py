@@ -7,7 +7,7 @@ ledger before it runs, so that a chunk which a crash interrupted can be told fro
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,8 +16,10 @@ import numpy as np
 from jax import lax
 
 from bandmf.jax.privatize import PrivateState, private_states
+from bandmf.jax.random_keys import as_words
 from bandmf.jax.secret import Secret
-from bandmf.jax.training import one_noise
+from bandmf.jax.tracing import constants
+from bandmf.jax.training import dependence, one_noise
 from bandmf.jax.training.source import Rows, Source
 from bandmf.randomness.stream import Indices
 
@@ -67,10 +69,20 @@ class Programs:
         if known not in self._known:
             traced = jax.jit(_scan(advance), donate_argnums=2).trace(*given)
             one_noise.check_one(traced.jaxpr.jaxpr)
+            dependence.check_chunk(traced, secret, chunk.rows)
             lowered = traced.lower()
-            identity = hashlib.sha256(lowered.as_text().encode()).digest()
+            identity = _digest(lowered.as_text(), constants(traced.jaxpr))
             self._known[known] = Program(lowered.compile(), identity)
         return self._known[known]
+
+
+def _digest(text: str, values: Iterable[Any]) -> bytes:
+    """Of a program: of its text, and of constants, which some settings of JAX leave out of it."""
+    found = hashlib.sha256(text.encode())
+    for value in values:
+        array = np.asarray(as_words(value))
+        found.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
+    return found.digest()
 
 
 def agreed(digests: Array) -> bool:

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from bandmf.jax.clipping import Clipped
 
 _SUM = f"{Clipped.__module__}.{Clipped.__qualname__}"
-_NOT_FIRST = (
-    "optimizer: the sum of clipped gradients (bandmf.jax.Clipped) was given to something else than privatize, which "
-    "must be the first to see it: write optax.chain(privatize(...), optax.adam(...)), with nothing before privatize in "
-    "the chain and nothing around it (optax.MultiSteps, masked, multi_transform, apply_if_finite); batch.sum adds up "
-    "the pieces of a batch, and parameters that are not trained are left out of what clipped_gradient differentiates"
+NOT_FIRST = (
+    "optimizer: the sum of clipped gradients (bandmf.jax.Clipped) reaches something other than privatize, which must "
+    "be the first to see it: write optax.chain(privatize(...), optax.adam(...)), with nothing before privatize in the "
+    "chain, not even what only records (optax.monitor, optax.snapshot), as its state would hold the sum without noise, "
+    "and nothing around it (optax.MultiSteps, masked, multi_transform, apply_if_finite): batch.sum adds up the pieces "
+    "of a batch, and parameters that are not trained are left out of what clipped_gradient differentiates"
 )
 _FLAX = (
     "optimizer: the sum of clipped gradients (bandmf.jax.Clipped) is no pytree of gradients to flax; in the function "
@@ -39,7 +40,7 @@ def explained() -> Iterator[None]:
     except (ValueError, TypeError) as error:
         text = str(error)
         if _SUM in text:
-            raise ValueError(_NOT_FIRST) from error
+            raise ValueError(NOT_FIRST) from error
         if any(words in text for words in _FLAX_WORDS):
             raise ValueError(_FLAX) from error
         if _CHAIN in text:

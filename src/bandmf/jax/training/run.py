@@ -23,7 +23,7 @@ from bandmf.jax.clipping import Clipped
 from bandmf.jax.privatize import PrivateState, private_states, refuse_several
 from bandmf.jax.secret import refuse_secrets
 from bandmf.jax.tracing import is_traced
-from bandmf.jax.training import checkpoint, chunks
+from bandmf.jax.training import checkpoint, chunks, dependence
 from bandmf.jax.training.batches import Batch
 from bandmf.jax.training.chunks import Chunk
 from bandmf.jax.training.continuity import Continuity
@@ -96,6 +96,7 @@ class Run:
         self._last: Any = None  # the digest of the sum of the last step
         self._secrets, self._noise = Secrets(self._key), Continuity()
         self._programs = chunks.Programs()
+        self._updates: set[Any] = set()  # those that were looked at
 
     def _same_everywhere(self, name: str, value: Any, remedy: str) -> None:
         """Refuse processes that would train differently. Values are not shown: some tell who is in a batch."""
@@ -183,8 +184,8 @@ class Run:
             raise RuntimeError("another pass over the batches began inside of this one; use one at a time")
         if self._batch is not None:
             raise RuntimeError(
-                f"the batch of step {self._batch.step} was skipped: call run.release for every batch, as a choice that "
-                "depends on the data is not private"
+                f"the batch of step {self._batch.step} was skipped: call run.release for every batch, as skipping one "
+                "is a choice that depends on the data; if its update failed, call run.release again with the same sum"
             )
 
     # --- steps --------------------------------------------------------------------------------------------
@@ -199,8 +200,8 @@ class Run:
         if not isinstance(total, Clipped):
             raise _check.fail(
                 "total", type(total).__name__, "must be what clipped_gradient gives",
-                "the order is run.release(update, total, weights, state); state of another library's sum what it was "
-                "clipped to: bandmf.jax.Clipped(total, clip_norm)",
+                "the order is run.release(update, total, weights, state), and of (total, examples) only the total; for "
+                "a sum of another library, declare its norm: bandmf.jax.Clipped(total, clip_norm)",
             )  # fmt: skip
         total.check_whole()
         state = self._state_in(arguments)
@@ -211,6 +212,7 @@ class Run:
                 f"step={batch.step}: a sum of gradients is not finite; nothing was released: clip with clipped_gradient"
             )
         batch.check_sum(total)
+        self._check_update(update, total, arguments)
         self._same_everywhere("digest of the sum", known.tobytes(), _TOGETHER)
         self._record(
             batch.step + 1,
@@ -219,7 +221,7 @@ class Run:
         with explained():
             secret = self._secrets.of_step(self.plan, batch.step, known)
             result = update(total, *arguments, secret=secret)
-        refuse_secrets(result)
+        _refuse_bare(result)
         self.steps_taken, self._batch, self._last = batch.step + 1, None, known
         self._noise.remember(result)
         return result
@@ -249,10 +251,18 @@ class Run:
         sums = [each.tobytes() for each in np.asarray(digests)]
         self._same_everywhere("digests of the sums", sums, _TOGETHER)
         self._on_ledger(lambda ledger: ledger.finish(chunk.step, list(zip(chunk.batches, sums, strict=True))))
-        refuse_secrets(result)
+        _refuse_bare(result)
         self.steps_taken, self._batch, self._last = end, None, None
         self._noise.remember(result)
         return result
+
+    def _check_update(self, update: Callable[..., Any], total: Any, arguments: tuple[Any, ...]) -> None:
+        """Look, before the ledger counts the step, at what a function does that was not used yet."""
+        known = update, jax.tree.structure((total, arguments))
+        if known not in self._updates:
+            with explained():
+                dependence.check_update(update, total, arguments, self._secrets.shapes(self.plan))
+            self._updates.add(known)
 
     def _record(self, end: int, action: Callable[[Ledger], Any]) -> None:
         """Let the ledger record the steps before `end`; they count from then on, if it is not refused."""
@@ -278,9 +288,10 @@ class Run:
         refuse_several(state.step.ndim > 0)
         if int(state.step) != self.steps_taken:
             raise _check.fail(
-                "state.step", int(state.step), f"the run has taken {self.steps_taken} steps, and an update was dropped "
-                "or kept back (by optax.apply_if_finite, optax.MultiSteps or the like), or the state is of another run",
-                "to go on from a checkpoint, use run.restore",
+                "state.step", int(state.step), f"the run is at step {self.steps_taken}: the state that run.release "
+                "returned was not kept, an update was dropped (by optax.apply_if_finite or optax.MultiSteps), or the "
+                "state is of another run",
+                "write weights, state = run.release(...); to go on from a checkpoint, use run.restore",
             )  # fmt: skip
         own = np.asarray(state.run)
         if self.steps_taken and not np.array_equal(own, self._secrets.run):
@@ -355,7 +366,7 @@ class Run:
         """
         if self._batch is not None:
             raise RuntimeError("save() in the middle of a step would lose it; save after run.release")
-        refuse_secrets(tree)
+        _refuse_bare(tree)
         self._secrets.refuse_in(tree)
         checkpoint.check_arrays(tree)
         state = self._state_in(tree)
@@ -378,10 +389,22 @@ class Run:
         self._noise.remember(result)
         return result
 
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
-        """Let another process have the run."""
+        """Let another process have the run; `with Run(...) as run:` does so at its end."""
         if self._opened.ledger is not None:
             self._opened.ledger.close()
+
+
+def _refuse_bare(tree: Any) -> None:
+    """Refuse a tree with secrets or sums in it."""
+    refuse_secrets(tree)
+    dependence.refuse_sums(tree)
 
 
 def _check_outside(*given: Any) -> None:

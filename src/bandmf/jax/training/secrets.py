@@ -40,6 +40,12 @@ class Secrets:
             Secret(self._noise, self.run, number, self.seeds, found, plan.digest, in_chunk=known is None)
         )
 
+    def shapes(self, plan: Plan) -> Secret:
+        """What programs are traced with, before there is a secret."""
+        words = [np.zeros(len(self._noise)), *[np.zeros(WORDS)] * 3]
+        noise, run, seeds, known = (jax.ShapeDtypeStruct(each.shape, np.uint32) for each in words)
+        return Secret(noise, run, jax.ShapeDtypeStruct((), np.int32), seeds, known, plan.digest)
+
     def refuse_in(self, tree: Any) -> None:
         """Refuse a tree to save that has the words of the key in it, however they came there."""
         for leaf in jax.tree.leaves(tree):

@@ -7,7 +7,7 @@ the step and the index. So they are secret, and a restart repeats them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from bandmf.randomness.stream import Indices
 class Listed:
     """A list of examples, which would be a tree of arrays to JAX."""
 
-    def __init__(self, examples: list[Any]) -> None:
+    def __init__(self, examples: Sequence[Any]) -> None:
         self._examples = examples
 
     def __len__(self) -> int:

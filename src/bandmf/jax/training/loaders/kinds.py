@@ -27,15 +27,17 @@ def check_function(data: Any) -> None:
 
 
 def checked(data: Any, examples: int) -> Any:
-    """The data, if all of it has a row for each example; a list of examples is a data set."""
+    """The data, if all of it has a row for each example; lists of examples, wherever they are, become data sets."""
+    if not hasattr(data, "__next__"):
+
+        def is_list(node: Any) -> bool:
+            is_plain = isinstance(node, (list, tuple)) and not hasattr(node, "_fields")
+            return is_plain and len(node) == examples
+
+        data = jax.tree.map(
+            lambda node: _listed(node, examples) if is_list(node) else node, data, is_leaf=is_list
+        )
     leaves = [data] if hasattr(data, "__next__") else jax.tree.leaves(data)
-    if isinstance(data, list) and len(data) == examples:
-        if leaves and all(_is_long(leaf, examples) for leaf in leaves):
-            raise _check.fail(
-                "len(data)", examples, "is that of the list and of every array in it, which may be examples or columns",
-                "stack examples, np.stack(data), and give columns as a tuple",
-            )  # fmt: skip
-        return Listed(data)
     others = [leaf for leaf in leaves if not is_dataset(leaf)]
     if others or not leaves:
         check_arrays(others)
@@ -47,6 +49,17 @@ def checked(data: Any, examples: int) -> Any:
                 "example keeps its index",
             )  # fmt: skip
     return data
+
+
+def _listed(examples: Any, count: int) -> Listed:
+    """A list of examples; refused where it may as well be one of columns, by which an example is a row of everybody."""
+    leaves = jax.tree.leaves(examples)
+    if leaves and all(_is_long(leaf, count) for leaf in leaves):
+        raise _check.fail(
+            "len(data)", count, "is that of a list and of every array in it, which may be examples or columns",
+            "stack examples, np.stack(examples), and give columns as arrays by name",
+        )  # fmt: skip
+    return Listed(examples)
 
 
 def check_arrays(leaves: list[Any]) -> None:

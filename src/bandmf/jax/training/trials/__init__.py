@@ -36,8 +36,8 @@ Array = jax.Array
 Mixed = Callable[[Any, bool, Any, bool], Any]
 MASK_FORGOTTEN = (
     "mask: rows that are masked count in the sum; pass the mask on: "
-    "batch.sum(lambda data, mask: gradient(weights, data, mask=mask)), or batch.sum(partial(gradient, weights)); and "
-    "add what is no sum over rows, such as weight decay, after run.release"
+    "batch.sum(lambda data, mask: gradient(weights, data, mask=mask)), or batch.sum(partial(gradient, weights)); do "
+    "not divide by the number of rows, and add what is no sum over rows, such as weight decay, after run.release"
 )
 NO_SUM = (
     "sum: what the function gives for two halves of a batch does not add up to what it gives for the whole, so "
@@ -54,6 +54,7 @@ _AGAIN = 5  # calls that show whether a function is random
 _AGAIN_AT = frozenset(
     10**power for power in range(1, 10)
 )  # batches after which examples are tried alone again
+_ZERO_FOR = 10  # batches, until arrays that are always zero are remarked on
 _MANY, _OFTEN = 5, 20  # trials of the same code, until texts are no switches, and until there is a warning
 
 
@@ -63,6 +64,7 @@ class Verdict(NamedTuple):
     wrong: dict[int, str]  # no sums, with the reason
     alone: FloatArray  # the squared norm of each array, for single examples: examples x places
     clip_norms: tuple[float | None, ...]  # of the Clipped that an array is of
+    owners: tuple[int | None, ...]  # the number of that Clipped
     open: frozenset[int]  # always zero: nothing is known of them yet
 
 
@@ -80,7 +82,7 @@ class Trials:
         """The verdict on what `gradient` gives; it is refused where a Clipped is no sum over the mask."""
         leaves, structure = jax.tree.flatten(result)
         if is_traced(leaves):
-            return Verdict({}, np.zeros((0, len(leaves))), _clip_norms(result), frozenset())
+            return Verdict({}, np.zeros((0, len(leaves))), *_clipped_in(result), frozenset())
         kind = self._kind(gradient, structure, leaves)
         known = self._known.get(kind)
         self._batches[kind] += 1
@@ -93,6 +95,8 @@ class Trials:
             return known
         here = nonzero(dict(enumerate(leaves)))
         if known is not None and not known.open & here:
+            if self._batches[kind] == _ZERO_FOR:
+                _warn_of_zeros(known, result)
             return known
         verdict = _tried(gradient, rows, mixed(), result)
         if known is not None:
@@ -123,9 +127,23 @@ class Trials:
             )
 
 
+def _warn_of_zeros(known: Verdict, result: Any) -> None:
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(result)]
+    zero = [
+        jax.tree_util.keystr(paths[place]) for place in sorted(known.open) if known.owners[place] is not None
+    ]
+    if zero:
+        warnings.warn(
+            f"batch.sum: the sum{', sum'.join(zero[:3])}{' and others' if zero[3:] else ''} had only zeros in the "
+            f"first {_ZERO_FOR} batches, so training adds only noise there. It may be a parameter that is not used; or "
+            "one before a batch norm, which takes its statistics from the one example: use a GroupNorm or LayerNorm",
+            stacklevel=4,
+        )
+
+
 def _tried(gradient: Callable[..., Any], rows: int, mixed: Mixed, result: Any) -> Verdict:
     """Call the function with other masks; two results are held at a time, no more, as they may be large."""
-    clip_norms, by_row = _clip_norms(result), _of_examples(result)
+    (clip_norms, owners), by_row = _clipped_in(result), _of_examples(result)
     places = [place for place in range(len(clip_norms)) if place not in by_row]
 
     def found(kept: Any, others: bool = True, factors: Any = None, turned: bool = False) -> Arrays:
@@ -149,7 +167,7 @@ def _tried(gradient: Callable[..., Any], rows: int, mixed: Mixed, result: Any) -
         suspects, no_sums, moved = suspects - random, no_sums - random, moved - random
     reasons = {BY_PLACE: moved, NO_SUM: no_sums | by_row, MASK_FORGOTTEN: suspects | counted}
     wrong = {place: reason for reason, these in reasons.items() for place in these}
-    return Verdict(wrong, alone, clip_norms, frozenset(places) - shown - wrong.keys())
+    return Verdict(wrong, alone, clip_norms, owners, frozenset(places) - shown - wrong.keys())
 
 
 def _alone(found: Callable[[Any], Arrays], rows: int, places: int) -> FloatArray:
@@ -173,11 +191,16 @@ def _random(found: Callable[[Any], Arrays], kept: Any) -> frozenset[int]:
 def _called(gradient: Callable[..., Any], data: Any, mask: Array) -> list[Any]:
     try:
         return jax.tree.leaves(gradient(data, mask=mask))
+    except jax.errors.UnexpectedTracerError as error:
+        raise ValueError(
+            "batch.sum: its function keeps something between calls, such as a random key or a counter that it "
+            "advances, and may be called any number of times; derive keys from batch.step and the data"
+        ) from error
     except Exception as error:
         raise TrialError(
             "batch.sum called its function once more, with other rows masked, moved or scaled, and it "
             f"failed ({type(error).__name__}: {error}); a function may be called with any mask and any number of "
-            "times: do not donate weights to it, and take batches without an example for granted"
+            "times: do not donate weights to it, and make sure that it handles a batch without examples"
         ) from error
 
 
@@ -195,9 +218,12 @@ def _spread(rows: int) -> list[int]:
 # --- results ------------------------------------------------------------------------------------------------
 
 
-def _clip_norms(result: Any) -> tuple[float | None, ...]:
+def _clipped_in(result: Any) -> tuple[tuple[float | None, ...], tuple[int | None, ...]]:
+    """The clip norm of the Clipped that each array is of, and its number."""
     nodes = jax.tree.leaves(result, is_leaf=lambda node: isinstance(node, Clipped))
-    return tuple(getattr(node, "clip_norm", None) for node in nodes for _ in jax.tree.leaves(node))
+    of_arrays = [(number, node) for number, node in enumerate(nodes) for _ in jax.tree.leaves(node)]
+    norms = tuple(getattr(node, "clip_norm", None) for _, node in of_arrays)
+    return norms, tuple(number if isinstance(node, Clipped) else None for number, node in of_arrays)
 
 
 def _of_examples(result: Any) -> frozenset[int]:

@@ -66,9 +66,10 @@ def _factors(some: Any, scale: float, other: float) -> Any:
 
 def _warn(scale: float, error: TrialError) -> None:
     reason = error if error.__cause__ is None else f"it failed: {error.__cause__!r}"
+    rows = "a row of NaN" if np.isnan(scale) else f"rows multiplied by {scale:g}"
     warnings.warn(
-        f"batch.sum: tries its function at first with the numbers in some rows multiplied, also by {scale:g}, as "
-        f"statistics of a batch show there that clipping hides; that was left out, and they may go unseen ({reason})",
+        f"batch.sum: the trial of its function with {rows} was left out, so examples that depend on each other may go "
+        f"unseen ({reason})",
         stacklevel=2,
     )
 

@@ -1,0 +1,279 @@
+"""Sums that leave a program beside their noise: recorded, returned, carried along or saved."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+
+import jax_training as tiny
+from bandmf.jax import Clipped, clipped_gradient, privatize
+from bandmf.jax.training import dependence
+from children import HERE, environment
+from jax_training import CLIP, EXAMPLES, Training, data, open_run
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+
+def norm(tree):
+    return jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(tree)))
+
+
+RECORDERS = {
+    "monitor": lambda: optax.monitor({"norm": norm}),
+    "snapshot": lambda: optax.snapshot("sum", lambda updates: updates),
+    "a chain": lambda: optax.chain(optax.identity(), optax.monitor({"norm": norm})),
+}
+
+
+def recording(plan, name):
+    """Training with something before privatize that changes nothing."""
+    training = Training(plan)
+    training.optimizer = optax.chain(RECORDERS[name](), privatize(plan, clip_norm=CLIP), optax.sgd(0.5))
+    return training
+
+
+def one_step(training, run, update):
+    weights, state = training.begin()
+    batch = next(run.batches(data()))
+    total = training.sum(batch, weights)
+    return total, run.release(update, total, weights, state)
+
+
+@pytest.mark.parametrize("jitted", [True, False])
+@pytest.mark.parametrize("name", list(RECORDERS))
+def test_what_records_the_sum_before_privatize_is_refused_and_costs_nothing(name, jitted):
+    plan = tiny.plan()
+    training, run = recording(plan, name), open_run(plan)
+    update = jax.jit(training._update) if jitted else training._update
+    sentence = "depends on the sum without noise" if jitted else "nothing before privatize in the chain"
+    with pytest.raises(ValueError, match=sentence):
+        one_step(training, run, update)
+    assert run.spent() == 0
+
+
+def test_a_recorder_would_put_the_sum_into_the_checkpoint(monkeypatch, tmp_path):
+    """The planted fault: nobody looks."""
+    monkeypatch.setattr(dependence, "check_update", lambda *_: None)
+    plan = tiny.plan()
+    training, run = recording(plan, "monitor"), open_run(plan, tmp_path)
+    total, (weights, state) = one_step(training, run, jax.jit(training._update))
+    run.save((weights, state))
+    assert state[0].measurements["norm"] == pytest.approx(float(norm(total)))
+
+
+def test_what_records_after_privatize_is_taken():
+    plan = tiny.plan()
+    training, run = (
+        Training(plan, optimizer=optax.chain(optax.monitor({"norm": norm}), optax.sgd(0.5))),
+        open_run(plan),
+    )
+    training.steps(run, *training.begin(), until=3)
+    assert run.steps_taken == 3
+
+
+def test_an_update_that_returns_something_of_the_sum_is_refused():
+    plan = tiny.plan()
+    training, run = Training(plan), open_run(plan)
+
+    @jax.jit
+    def update(total, weights, state, secret):
+        return *training._update(total, weights, state, secret), {"norm": norm(total.total)}
+
+    with pytest.raises(ValueError, match=r"what it returns\[2\]\['norm'\] depends on the sum without noise"):
+        one_step(training, run, update)
+
+    @jax.jit
+    def of_weights(total, weights, state, secret):
+        return *training._update(total, weights, state, secret), norm(weights), jnp.size(total.total["bias"])
+
+    one_step(training, run, of_weights)
+    assert run.steps_taken == 1
+
+
+def test_sums_and_what_single_examples_gave_are_not_saved(tmp_path):
+    plan = tiny.plan()
+    training, run = Training(plan), open_run(plan, tmp_path)
+    total, (weights, state) = one_step(training, run, training.update)
+    seen = clipped_gradient(tiny.loss, clip_norm=CLIP, return_examples=True)(weights, data())[1]
+    for bare, name in ((total, "Clipped"), (seen, "Examples")):
+        with pytest.raises(ValueError, match=f"tree='{name}': has no noise"):
+            run.save((weights, state, {"deep": [bare]}))
+    run.save((weights, state))
+
+
+# --- chunks -----------------------------------------------------------------------------------------------------
+
+
+def chunk_of(run, steps=2):
+    return next(run.chunks(data(), steps=steps))
+
+
+def test_a_chunk_that_does_not_use_its_masks_is_refused():
+    """Rows of tokens that no example fills are zeros, which is a token: one example moved the sum by 1.9 clip norms."""
+    plan = tiny.plan()
+    training, run = Training(plan), open_run(plan)
+
+    def advance(rows, weights, state, secret):
+        return training._update(training.gradient(weights, rows.data), weights, state, secret)
+
+    def looked_at_in_vain(rows, weights, state, secret):
+        count = jax.jit(lambda rows: rows.mask.sum())(rows)
+        return *advance(rows, weights, state, secret), count
+
+    weights, state = training.begin()
+    with pytest.raises(ValueError, match=r"advance: rows\.mask does not reach the sum"):
+        run.release_chunk(advance, chunk_of(run), weights, state)
+    with pytest.raises(ValueError, match=r"advance: rows\.mask does not reach the sum"):
+        run.release_chunk(
+            lambda rows, weights, state, count, secret: looked_at_in_vain(rows, weights, state, secret),
+            chunk_of(run), weights, state, jnp.int32(0),
+        )  # fmt: skip
+    assert run.spent() == 0
+    run.release_chunk(training.advance, chunk_of(run), weights, state)
+
+
+def test_what_a_chunk_carries_along_without_noise_is_warned_of():
+    plan = tiny.plan()
+    training, run = Training(plan), open_run(plan)
+    weights, state = training.begin()
+
+    def with_loss(rows, weights, state, steps, loss, secret):
+        losses = jax.vmap(partial(tiny.loss, weights))(rows.data)
+        own = jnp.sum(jnp.where(rows.mask, losses, 0.0))
+        return *training.advance(rows, weights, state, secret), steps + 1, own
+
+    with pytest.warns(UserWarning, match=r"what it returns\[0\]\[3\] depends on the data without noise"):
+        carry = run.release_chunk(with_loss, chunk_of(run), weights, state, jnp.int32(0), jnp.float32(0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.release_chunk(training.advance, chunk_of(run), *carry[:2])
+
+
+# --- reading pieces ---------------------------------------------------------------------------------------------
+
+
+def test_a_batch_of_which_not_all_pieces_were_read_is_refused():
+    plan = tiny.plan()
+    training, run = Training(plan), open_run(plan)
+    weights, state = training.begin()
+    batch = next(run.batches(data(), capacity=2))
+    first = next(iter(batch))
+    total = training.gradient(weights, first.data, mask=first.mask)
+    with pytest.raises(ValueError, match=r"pieces, not all of which were read.*release once"):
+        run.release(training.update, total, weights, state)
+    assert run.spent() == 0
+    sums = [training.gradient(weights, rows.data, mask=rows.mask).total for rows in batch]
+    total = Clipped(jax.tree.map(lambda *parts: sum(parts), *sums), CLIP)
+    run.release(training.update, total, weights, state)
+
+
+@pytest.mark.parametrize("how", ["by name", "as a pair", "in jit"])
+def test_pieces_whose_masks_are_not_used_are_refused(how):
+    plan = tiny.plan()
+    training, run = Training(plan), open_run(plan)
+    weights, state = training.begin()
+    batch = next(run.batches(data(), capacity=EXAMPLES))
+    (rows,) = batch
+    total = training.gradient(weights, rows.data)
+    with pytest.raises(ValueError, match="the mask of a piece was not used"):
+        run.release(training.update, total, weights, state)
+    (rows,) = batch
+    if how == "by name":
+        total = training.gradient(weights, rows.data, mask=rows.mask)
+    elif how == "as a pair":
+        examples, mask = rows
+        total = training.gradient(weights, examples, mask=mask)
+    else:
+        total = jax.jit(lambda rows: training.gradient(weights, rows.data, mask=rows.mask))(rows)
+    run.release(training.update, total, weights, state)
+
+
+# --- what depends on what ---------------------------------------------------------------------------------------
+
+
+def through_scan(x, y):
+    """The second carry depends on the first one a turn later."""
+
+    def turn(carry, row):
+        return (carry[0] + row, carry[0], carry[2] + 1), carry[2]
+
+    return lax.scan(turn, (jnp.float32(0), jnp.float32(0), y), x)
+
+
+def through_while(x, y):
+    return lax.while_loop(
+        lambda now: now[0] < 3, lambda now: (now[0] + 1, now[1] + x[0], now[2] * 2), (0, y, y)
+    )
+
+
+def decided(x, y):
+    return lax.while_loop(lambda now: now[0] < x[0], lambda now: (now[0] + 1.0, 2 * now[1]), (0.0, y))
+
+
+def chosen(x, y):
+    return lax.cond(x[0] > 0, lambda: y, lambda: -y), lax.cond(y > 0, lambda: (x, y), lambda: (2 * x, y))
+
+
+def called(x, y):
+    inner = jax.jit(lambda a, b: (a * 2, b + 1))
+    return inner(x, y), jax.checkpoint(lambda a, b: (jnp.sin(a), b))(x, y), x.shape[0] * y
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (through_scan, [True, True, False, False]),
+        (through_while, [False, True, False]),
+        (decided, [True, True]),
+        (chosen, [True, True, False]),
+        (called, [True, False, True, False, False]),
+    ],
+)
+def test_what_depends_on_marked_inputs_is_found_in_loops_choices_and_calls(function, expected):
+    program = jax.make_jaxpr(function)(jnp.ones(3), jnp.float32(1)).jaxpr
+    assert dependence._Flow().results(program, [True, False]) == expected
+
+
+# --- constants of chunks ----------------------------------------------------------------------------------------
+
+
+CONSTANTS = """
+import jax, jax.numpy as jnp, numpy as np
+from bandmf.jax.tracing import constants
+from bandmf.jax.training.chunks import _digest
+
+def traced(matrix):
+    inner = jax.jit(lambda x: x @ matrix)
+    return jax.jit(lambda x: jax.lax.scan(lambda c, _: (inner(c), None), x, length=2)[0]).trace(jnp.ones((2, 4)))
+
+programs = [traced(jnp.full((4, 4), value)) for value in (1.0, 1.0, 2.0)]
+texts = [program.lower().as_text() for program in programs]
+first, same, other = (_digest(text, constants(program.jaxpr)) for text, program in zip(texts, programs))
+assert first == same != other
+print("texts differ" if texts[0] != texts[2] else "texts are the same")
+"""
+
+
+@pytest.mark.parametrize(("simplified", "says"), [("0", "texts differ"), ("1", "texts are the same")])
+def test_a_chunk_with_other_constants_is_another_one(simplified, says):
+    """With this setting of JAX, arrays that are closed over are not in the text of a program."""
+    env = environment(JAX_USE_SIMPLIFIED_JAXPR_CONSTANTS=simplified)
+    done = subprocess.run(
+        [sys.executable, "-c", CONSTANTS],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=HERE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert says in done.stdout
