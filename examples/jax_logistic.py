@@ -1,5 +1,6 @@
 """Private logistic regression in JAX on scikit-learn's images of digits.
 
+pip install 'bandmf[jax]' scikit-learn
 python examples/jax_logistic.py --epsilon 4
 """
 

@@ -1,5 +1,6 @@
 """A private model in JAX, sharded over a mesh of devices: weights and noise over one axis, examples over the other.
 
+pip install 'bandmf[jax]'
 python examples/jax_sharded.py               eight virtual devices where there is only a CPU
 """
 

@@ -1,5 +1,6 @@
 """A small private transformer in JAX and flax that writes character by character. The unit of privacy is a line.
 
+pip install 'bandmf[jax]' flax
 python examples/jax_transformer.py                      learns from Python's own standard library
 python examples/jax_transformer.py --text book.txt      learns from any text file
 python examples/jax_transformer.py --folder run         keeps key, ledger and checkpoints; start it again to go on
@@ -94,6 +95,7 @@ def update(total, weights, state, secret):
 
 
 run = Run(plan, arguments.folder)
+every = max(1, plan.steps // 10)
 state = optimizer.init(weights)
 if arguments.folder:
     weights, state = run.restore((weights, state))
@@ -102,6 +104,8 @@ for batch in run.batches(data):
     weights, state = run.release(update, total, weights, state)
     if arguments.folder and (run.steps_taken % 20 == 0 or run.finished):
         run.save((weights, state))
+    if run.steps_taken % every == 0:
+        print(f"step {run.steps_taken} of {plan.steps}", flush=True)
 
 unseen = jax.jit(jax.vmap(loss, in_axes=(None, 0)))(weights, codes[held_out])
 bits = float(unseen.mean()) / math.log(2)

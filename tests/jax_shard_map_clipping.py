@@ -85,7 +85,7 @@ def planted_fault(mesh):
 
 
 def cut_weights(mesh):
-    """Of weights that are cut inside of shard_map a device knows its part of the norm only."""
+    """Of weights that are cut inside shard_map a device knows its part of the norm only."""
     apart = clipped_gradient(lambda weights, one: jnp.sum(weights) * one, clip_norm=1.0)
     checked = jax.shard_map(apart, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
     with pytest.raises(ValueError, match="cut over the mesh axes"):

@@ -178,7 +178,7 @@ def doubled(tree):
 
 
 def test_vmap_over_privatize_is_refused_wherever_it_begins():
-    refused = pytest.raises(ValueError, match=r"inside of jax\.vmap.*same noise.*bandmf\.jax\.Run")
+    refused = pytest.raises(ValueError, match=r"inside jax\.vmap.*same noise.*bandmf\.jax\.Run")
     with refused:
         jax.vmap(noise().init)(doubled(first_weights()))
 

@@ -7,6 +7,7 @@ import math
 import stat
 import subprocess
 import sys
+import warnings
 from enum import IntEnum
 from functools import partial
 from types import SimpleNamespace
@@ -265,6 +266,21 @@ def test_a_folder_that_was_copied_is_another_run(tmp_path):
     assert run.spent() == pytest.approx(plan.spent_after(6) + plan.spent_after(STEPS))
 
 
+def test_a_restore_that_is_forgotten_is_warned_of(tmp_path):
+    plan = tiny.plan()
+    training, run = Training(plan), open_run(plan, tmp_path)
+    run.save(training.steps(run, *training.begin(), until=2))
+    run.close()
+    again = open_run(plan, tmp_path)
+    with pytest.warns(UserWarning, match=r"has a checkpoint .*run\.restore was not called"):
+        training.steps(again, *training.begin(), until=1)
+    again.close()
+    once_more = open_run(plan, tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        training.steps(once_more, *once_more.restore(training.begin()), until=3)
+
+
 def test_two_objects_cannot_have_one_run(tmp_path):
     plan = tiny.plan()
     first, training = open_run(plan, tmp_path), Training(plan)
@@ -498,7 +514,7 @@ def test_a_tree_with_fewer_leaves_is_refused(tmp_path):
     chosen = tiny.plan()
     run, training = open_run(chosen, tmp_path / "run"), Training(chosen)
     run.save((*training.begin(), {"average": jnp.ones(3), "seen": np.full(2, np.nan)}))
-    with pytest.raises(ValueError, match=r"\[2\]\['average'\].*is in the checkpoint and not in the tree"):
+    with pytest.raises(ValueError, match=r"\[2\]\['average'\].*is in the checkpoint but not in the tree"):
         run.restore(training.begin())
     run.save((*training.begin(), {"average": np.ones(3, np.float32), "seen": np.full(2, np.nan)}))
 

@@ -47,13 +47,15 @@ def one_step(training, run, update):
     return total, run.release(update, total, weights, state)
 
 
-@pytest.mark.parametrize("jitted", [True, False])
+@pytest.mark.parametrize("seen_by", ["the order", "the program"])
 @pytest.mark.parametrize("name", list(RECORDERS))
-def test_what_records_the_sum_before_privatize_is_refused_and_costs_nothing(name, jitted):
+def test_what_records_the_sum_before_privatize_is_refused_and_costs_nothing(name, seen_by, monkeypatch):
     plan = tiny.plan()
     training, run = recording(plan, name), open_run(plan)
-    update = jax.jit(training._update) if jitted else training._update
-    sentence = "depends on the sum without noise" if jitted else "nothing before privatize in the chain"
+    update, sentence = training._update, "nothing before privatize in the chain"
+    if seen_by == "the program":
+        monkeypatch.setattr(dependence, "check_order", lambda tree: None)
+        update, sentence = jax.jit(training._update), "depends on the sum without noise"
     with pytest.raises(ValueError, match=sentence):
         one_step(training, run, update)
     assert run.spent() == 0
@@ -61,7 +63,8 @@ def test_what_records_the_sum_before_privatize_is_refused_and_costs_nothing(name
 
 def test_a_recorder_would_put_the_sum_into_the_checkpoint(monkeypatch, tmp_path):
     """The planted fault: nobody looks."""
-    monkeypatch.setattr(dependence, "check_update", lambda *_: None)
+    monkeypatch.setattr(dependence.Updates, "check", lambda *_: None)
+    monkeypatch.setattr(dependence, "check_order", lambda tree: None)
     plan = tiny.plan()
     training, run = recording(plan, "monitor"), open_run(plan, tmp_path)
     total, (weights, state) = one_step(training, run, jax.jit(training._update))

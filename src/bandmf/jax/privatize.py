@@ -116,7 +116,7 @@ def privatize(
             permitted &= jnp.all(found == secret.sum)
         if not is_traced(permitted) and not bool(permitted):
             raise ValueError(
-                "privatize: was given another sum, step or run than the ledger has; nothing may come before privatize "
+                "privatize: the sum, step or run differs from the ledger's; nothing may come before privatize "
                 "in a chain, and the function that run.release calls passes total and state on as they are"
             )
         noisy, noise = engine.add(
@@ -150,8 +150,11 @@ def _named(core: Callable[..., Any], *given: Any) -> Any:
     if not is_traced(given):
         return core(*given)
 
+    alone = jax.custom_batching.custom_vmap(core)
+    alone.def_vmap(_of_several)
+
     def named(*given: Any) -> Any:  # a new function, as its trace must not be used for another layout
-        return core(*given)
+        return alone(*given)
 
     named.__name__ = named.__qualname__ = CORE
     return jax.jit(named)(*given)
@@ -172,13 +175,22 @@ def _checked(secret: Secret | None, plan: Plan) -> Secret:
     return secret
 
 
+def _of_several(*_: Any) -> tuple[Any, Any]:
+    """What vmap makes of it, though the update was jitted before."""
+    raise _several()
+
+
 def refuse_several(several: bool) -> None:
     """Refuse vmap over privatize: its noise is a function of the run and the step, and would be the same for all."""
     if several:
-        raise ValueError(
-            "privatize: is inside of jax.vmap, where several sums would get the same noise, which their difference "
-            "then lacks; give each model a run of its own (bandmf.jax.Run), and update one after the other"
-        )
+        raise _several()
+
+
+def _several() -> ValueError:
+    return ValueError(
+        "privatize: inside jax.vmap several sums would get the same noise, which cancels in their difference; give "
+        "each model a run of its own (bandmf.jax.Run), and update one after the other"
+    )
 
 
 def _is_one_of_many(value: Any) -> bool:
@@ -190,7 +202,8 @@ def _opened(updates: Any, clip_norm: float) -> Any:
     if not isinstance(updates, Clipped):
         raise _check.fail(
             "updates", type(updates).__name__, "must be a sum of clipped gradients, as clipped_gradient gives it",
-            "privatize comes first in a chain; bandmf.jax.Clipped(total, clip_norm) states it of another library's sum",
+            "privatize comes first in a chain; for a sum of another library, declare its norm: "
+            "bandmf.jax.Clipped(total, clip_norm)",
         )  # fmt: skip
     if updates.clip_norm != clip_norm:
         raise _check.fail(

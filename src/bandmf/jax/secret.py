@@ -45,7 +45,7 @@ class Secret:
         raise TypeError("a Secret is for one step of one process, and is never stored")
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[str, bool]]:
-        """What whatever is given a secret does first: a program that is traced must not close over one."""
+        """Called by every transformation of JAX that is given a secret: a traced program must not close over one."""
         self.refuse_constant()
         return (self.noise_key, self.run, self.step, self.seeds, self.sum), (self.plan, self.in_chunk)
 

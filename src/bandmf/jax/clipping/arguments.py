@@ -21,7 +21,7 @@ def check_real(arguments: tuple[Any, ...], chosen: tuple[int, ...]) -> None:
             if jnp.issubdtype(kind, jnp.complexfloating):
                 raise _check.fail(
                     f"dtype in argument {place}", str(kind), "must be real: gradients are clipped and noised as real "
-                    "numbers", "make two real arrays of it, and the complex one of them in the loss",
+                    "numbers", "store it as two real arrays, and combine them in the loss",
                 )  # fmt: skip
             if not jnp.issubdtype(kind, jnp.floating):
                 raise _check.fail(

@@ -20,8 +20,8 @@ def computed_once(function: Callable[[Any], Any], given: Any, holds: Array, shap
     """What a function gives, arrays of these shapes, as the result of a conditional that always holds.
 
     Compilers compute again what is used twice: with a fused multiply-add for the norm and without one for the sum, one
-    example was seen to add 347,287 clip norms. They cannot see through a conditional, as they do, on CPUs, through a
-    barrier.
+    example was seen to add 347,287 clip norms. They cannot see through a conditional; through a
+    barrier, on CPUs, they do.
     """
     return lax.cond(holds, function, lambda _: jax.tree.map(zeros, shapes), given)
 

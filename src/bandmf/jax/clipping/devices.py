@@ -1,4 +1,4 @@
-"""Inside of shard_map and on explicit meshes: every device clips examples of its own, by weights of its own."""
+"""Inside shard_map and on explicit meshes: every device clips examples of its own, by weights of its own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def own_weights(arguments: tuple[Any, ...], chosen: tuple[int, ...], examples: A
         if beyond := _varying(leaf) - axes:
             raise _check.fail(
                 "weights", f"cut over the mesh axes {sorted(beyond)}", "a device would clip its own part of a gradient "
-                "by itself", "inside of shard_map, cut examples only; weights can be cut by jit, without shard_map",
+                "by itself", "inside shard_map, cut examples only; weights can be cut by jit, without shard_map",
             )  # fmt: skip
         if cut := sorted(name for place in _explicit(leaf) for name in place):
             raise _check.fail(

@@ -41,8 +41,8 @@ class Clipped:
             raise _check.fail(
                 "total", f"arrays of the shapes {found}", f"what was clipped together has {self.shapes}: an example "
                 "would add as much to each part as to one alone",
-                "clip once for all parameters: put vmap, scan or the like inside of the loss, not around "
-                "clipped_gradient; inside of shard_map, let every device have the whole parameters; if they are cut, "
+                "clip once for all parameters: put vmap, scan or the like inside the loss, not around "
+                "clipped_gradient; inside shard_map, let every device have the whole parameters; if they are cut, "
                 "leave privatize outside of shard_map: jit lets every device make the noise of its own part",
             )  # fmt: skip
 

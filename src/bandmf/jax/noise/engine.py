@@ -208,7 +208,7 @@ class Engine:
         if not is_traced(state.step):
             checks.check_step(int(state.step), self.schedule.steps)
         for name, leaf in named(gradients).items():
-            finite = jnp.isfinite(leaf).all()  # inside of lax.cond this is traced even where the leaf is not
+            finite = jnp.isfinite(leaf).all()  # inside lax.cond this is traced even where the leaf is not
             if not is_traced(finite) and not bool(finite):
                 raise checks.not_finite(name)
 

@@ -86,7 +86,7 @@ class Batch:
         if not self._sums and not self._read:
             raise RuntimeError(
                 f"step={self.step}: the batch was not read, so total is not its sum; nothing was released: use "
-                "batch.sum(...) in every step, as examples take part in other steps than was accounted for otherwise"
+                "batch.sum(...) in every step, otherwise examples take part in steps that were not accounted for"
             )
         leaves = jax.tree.leaves(total)
         for own, verdict in self._sums:
@@ -100,7 +100,7 @@ class Batch:
         raise ValueError(
             f"step={self.step}: total is not what batch.sum gave for this batch, and nothing was released; two sums "
             "added up have twice the clip norm. Change nothing between batch.sum and run.release, or read the batch "
-            "piece by piece (for rows in batch), after that, if you answer for the sum"
+            "piece by piece (for rows in batch), after that, if you take responsibility for the sum"
         )
 
     def _check_pieces(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -148,6 +149,18 @@ def restore(run: Run, tree: Any, check: Callable[[Any], Any]) -> Any:
     return result
 
 
+def warn_if_forgotten(run: Run) -> None:
+    """Say that a run begins again, where it could go on."""
+    if run.folder is None or run.steps_taken:
+        return
+    if found := run._processes.on_first(lambda: seal.checkpoints(_folder(run))):
+        warnings.warn(
+            f"{run.folder}: has a checkpoint ({found[-1].name}), and run.restore was not called, so the run repeats "
+            "all steps from the first one; call weights, state = run.restore((weights, state)) before",
+            stacklevel=4,
+        )
+
+
 # --- a tree and its leaves ------------------------------------------------------------------------------
 
 
@@ -215,7 +228,7 @@ def _orbax() -> Any:
     try:
         import orbax.checkpoint as ocp
     except ImportError:
-        raise ImportError("checkpoints need orbax-checkpoint: pip install orbax-checkpoint") from None
+        raise ImportError("checkpoints need orbax-checkpoint: pip install 'bandmf[jax]'") from None
     return ocp.StandardCheckpointer()
 
 
@@ -259,7 +272,7 @@ def _check_names(contents: dict[str, Any], leaves: dict[str, Any], history: dict
         )
     if beyond := sorted(saved - given):
         raise _check.fail(
-            "tree", beyond[0], f"is in the checkpoint and not in the tree, as one of {len(beyond)}",
+            "tree", beyond[0], f"is in the checkpoint but not in the tree ({len(beyond)} such leaves)",
             "give a tree of the same structure and optimizer as the one that was saved",
         )  # fmt: skip
 

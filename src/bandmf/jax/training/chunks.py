@@ -69,6 +69,7 @@ class Programs:
         if known not in self._known:
             traced = jax.jit(_scan(advance), donate_argnums=2).trace(*given)
             one_noise.check_one(traced.jaxpr.jaxpr)
+            dependence.check_order(carry)
             dependence.check_chunk(traced, secret, chunk.rows)
             lowered = traced.lower()
             identity = _digest(lowered.as_text(), constants(traced.jaxpr))
@@ -95,7 +96,7 @@ def agreed(digests: Array) -> bool:
 
 def disagreeing() -> ValueError:
     return ValueError(
-        "advance: devices have different sums of one step, and would put one noise on all of them; nothing was "
+        "advance: devices have different sums of one step, and would add the same noise to all of them; nothing was "
         "returned, but the steps count as spent, and this run cannot go on: add up over devices (jax.lax.psum in "
         "shard_map, with check_vma on, which finds this before anything is spent), and begin another run"
     )

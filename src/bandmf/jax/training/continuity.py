@@ -35,7 +35,7 @@ class Continuity:
         found = jax.tree.leaves(state.noise)
         if self._known and not any(_same(known, found, digest) for known in self._known):
             raise ValueError(
-                "state: its noise is not as the last step left it, and noise that was changed is too little; give "
+                "state: its noise is not as the last step left it, and changed noise may not be enough; give "
                 "run.release the state of privatize that it returned last, as it is (reset or average the states of "
                 "other transformations only, and do not pass it through a program that donates it), or go back to a "
                 "checkpoint, if there is one, with run.restore"

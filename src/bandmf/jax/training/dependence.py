@@ -15,7 +15,7 @@ import jax
 from bandmf import _check
 from bandmf.jax.clipping import Clipped, Examples
 from bandmf.jax.privatize import CORE, PrivateState
-from bandmf.jax.secret import Secret
+from bandmf.jax.secret import Secret, refuse_secrets
 from bandmf.jax.tracing import inside
 from bandmf.jax.training.explained import NOT_FIRST
 
@@ -27,16 +27,25 @@ _JITTED = type(jax.jit(lambda: None))
 Marks = list[bool]  # of the inputs or results of a program, in their order
 
 
-def check_update(update: Callable[..., Any], total: Any, arguments: tuple[Any, ...], secret: Secret) -> None:
-    """Refuse a jitted function that returns something of the sum that is not noise and sum together.
+class Updates:
+    """The functions that a run was given to call; each is looked at once, before the ledger counts a step."""
 
-    Of one that is not jitted nothing can be seen without calling it: there, the order of a chain is looked at.
-    """
-    if not isinstance(update, _JITTED):
-        if any(map(_has_another_first, arguments)):
-            raise ValueError(NOT_FIRST)
-        return
-    traced = update.trace(total, *arguments, secret=secret)
+    def __init__(self) -> None:
+        self._known: set[Any] = set()
+
+    def check(
+        self, update: Callable[..., Any], total: Any, arguments: tuple[Any, ...], secret: Secret
+    ) -> None:
+        """Refuse one that returns something of the sum that is not noise and sum together."""
+        known = update, jax.tree.structure((total, arguments))
+        if known not in self._known:
+            check_order(arguments)
+            if isinstance(update, _JITTED):  # of others nothing can be seen without calling them
+                _check_results(update.trace(total, *arguments, secret=secret), total)
+            self._known.add(known)
+
+
+def _check_results(traced: Any, total: Any) -> None:
     program, private = traced.jaxpr.jaxpr, len(jax.tree.leaves(total))
     marks = [place < private for place in range(len(program.invars))]
     if bare := _named(traced.out_info, _Flow().results(program, marks)):
@@ -67,8 +76,9 @@ def check_chunk(traced: Any, secret: Secret, rows: Any) -> None:
         )
 
 
-def refuse_sums(tree: Any) -> None:
-    """Refuse a pytree with a sum, or what single examples gave, in it: they have no noise, and would be stored."""
+def refuse_bare(tree: Any) -> None:
+    """Refuse a pytree with a secret, a sum, or what single examples gave in it: it would be stored with them."""
+    refuse_secrets(tree)
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, (Clipped, Examples)))
     for node in nodes:
         if isinstance(node, (Clipped, Examples)):
@@ -78,16 +88,20 @@ def refuse_sums(tree: Any) -> None:
             )  # fmt: skip
 
 
+def check_order(tree: Any) -> None:
+    """Refuse the state of a chain in which privatize is not the first."""
+    if _has_another_first(tree):
+        raise ValueError(NOT_FIRST)
+
+
 def _has_another_first(tree: Any) -> bool:
     """Whether a state of optax that holds something comes before that of privatize, as in a chain."""
     level = jax.tree_util.default_registry.flatten_one_level(tree)
     if level is None or isinstance(tree, PrivateState):
         return False
     parts = list(tree.values() if isinstance(tree, dict) else level[0])
-    if any(isinstance(part, PrivateState) for part in parts):
-        first = next(place for place, part in enumerate(parts) if isinstance(part, PrivateState))
-        return any(map(_is_recorded, parts[:first]))
-    return any(map(_has_another_first, parts))
+    own = [place for place, part in enumerate(parts) if isinstance(part, PrivateState)]
+    return any(map(_is_recorded, parts[: own[0]])) if own else any(map(_has_another_first, parts))
 
 
 def _is_recorded(state: Any) -> bool:

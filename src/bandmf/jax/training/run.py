@@ -1,7 +1,7 @@
 """bandmf.jax.Run: the host's side of private training: key, ledger, batches, and the permission for every step.
 
 Guarantees:
-- the secret of a step is given out once, for the sum that the ledger has on the disk, and only inside of `release`;
+- the secret of a step is given out once, for the sum that the ledger has on the disk, and only inside `release`;
 - only batches of the plan's sampler are used, each exactly once; skipping one (which would depend on the data) is an
   error;
 - a state that is not at the run's step is refused: it was dropped, kept back or belongs to another run; so is one whose
@@ -21,7 +21,6 @@ from jax.sharding import NamedSharding
 from bandmf import _check
 from bandmf.jax.clipping import Clipped
 from bandmf.jax.privatize import PrivateState, private_states, refuse_several
-from bandmf.jax.secret import refuse_secrets
 from bandmf.jax.tracing import is_traced
 from bandmf.jax.training import checkpoint, chunks, dependence
 from bandmf.jax.training.batches import Batch
@@ -95,8 +94,7 @@ class Run:
         self._saved: tuple[str, Any] | None = None  # the last checkpoint and what is in it
         self._last: Any = None  # the digest of the sum of the last step
         self._secrets, self._noise = Secrets(self._key), Continuity()
-        self._programs = chunks.Programs()
-        self._updates: set[Any] = set()  # those that were looked at
+        self._programs, self._updates = chunks.Programs(), dependence.Updates()
 
     def _same_everywhere(self, name: str, value: Any, remedy: str) -> None:
         """Refuse processes that would train differently. Values are not shown: some tell who is in a batch."""
@@ -169,6 +167,8 @@ class Run:
         return Source(data, examples, size, capacity, sharding, self._key.derive("examples"))
 
     def _turns(self) -> Iterator[int]:
+        if not self._passes:
+            checkpoint.warn_if_forgotten(self)
         self._passes += 1
         mine, self._batch = self._passes, None
         while not self.finished:
@@ -181,7 +181,7 @@ class Run:
                 "for batch in run.batches(...)"
             )
         if self._passes != mine:
-            raise RuntimeError("another pass over the batches began inside of this one; use one at a time")
+            raise RuntimeError("another pass over the batches began inside this one; use one at a time")
         if self._batch is not None:
             raise RuntimeError(
                 f"the batch of step {self._batch.step} was skipped: call run.release for every batch, as skipping one "
@@ -212,7 +212,8 @@ class Run:
                 f"step={batch.step}: a sum of gradients is not finite; nothing was released: clip with clipped_gradient"
             )
         batch.check_sum(total)
-        self._check_update(update, total, arguments)
+        with explained():
+            self._updates.check(update, total, arguments, self._secrets.shapes(self.plan))
         self._same_everywhere("digest of the sum", known.tobytes(), _TOGETHER)
         self._record(
             batch.step + 1,
@@ -221,7 +222,7 @@ class Run:
         with explained():
             secret = self._secrets.of_step(self.plan, batch.step, known)
             result = update(total, *arguments, secret=secret)
-        _refuse_bare(result)
+        dependence.refuse_bare(result)
         self.steps_taken, self._batch, self._last = batch.step + 1, None, known
         self._noise.remember(result)
         return result
@@ -251,18 +252,10 @@ class Run:
         sums = [each.tobytes() for each in np.asarray(digests)]
         self._same_everywhere("digests of the sums", sums, _TOGETHER)
         self._on_ledger(lambda ledger: ledger.finish(chunk.step, list(zip(chunk.batches, sums, strict=True))))
-        _refuse_bare(result)
+        dependence.refuse_bare(result)
         self.steps_taken, self._batch, self._last = end, None, None
         self._noise.remember(result)
         return result
-
-    def _check_update(self, update: Callable[..., Any], total: Any, arguments: tuple[Any, ...]) -> None:
-        """Look, before the ledger counts the step, at what a function does that was not used yet."""
-        known = update, jax.tree.structure((total, arguments))
-        if known not in self._updates:
-            with explained():
-                dependence.check_update(update, total, arguments, self._secrets.shapes(self.plan))
-            self._updates.add(known)
 
     def _record(self, end: int, action: Callable[[Ledger], Any]) -> None:
         """Let the ledger record the steps before `end`; they count from then on, if it is not refused."""
@@ -315,12 +308,8 @@ class Run:
             )  # fmt: skip
         state = states[0]
         if state.plan != self.plan.digest:
-            raise _check.fail(
-                "plan",
-                state.plan,
-                f"the run has the plan {self.plan.digest!r}",
-                "give privatize the run's plan",
-            )
+            has = f"the run has the plan {self.plan.digest!r}"
+            raise _check.fail("plan", state.plan, has, "give privatize the run's plan")
         return state
 
     def _begin(self, state: PrivateState) -> None:
@@ -366,8 +355,9 @@ class Run:
         """
         if self._batch is not None:
             raise RuntimeError("save() in the middle of a step would lose it; save after run.release")
-        _refuse_bare(tree)
+        dependence.refuse_bare(tree)
         self._secrets.refuse_in(tree)
+        dependence.check_order(tree)
         checkpoint.check_arrays(tree)
         state = self._state_in(tree)
         self._begin(state)
@@ -399,12 +389,6 @@ class Run:
         """Let another process have the run; `with Run(...) as run:` does so at its end."""
         if self._opened.ledger is not None:
             self._opened.ledger.close()
-
-
-def _refuse_bare(tree: Any) -> None:
-    """Refuse a tree with secrets or sums in it."""
-    refuse_secrets(tree)
-    dependence.refuse_sums(tree)
 
 
 def _check_outside(*given: Any) -> None:

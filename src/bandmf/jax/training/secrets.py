@@ -109,7 +109,7 @@ def _examined(total: Clipped, seeds: jax.Array) -> jax.Array:
 
 
 def _constant(words: Any) -> Words:
-    """That nobody changes by accident, as an array of a device may be this very memory."""
+    """A copy that nobody changes by accident, as an array of a device may be this very memory."""
     made = np.array(words, np.uint32)
     made.flags.writeable = False
     return made

@@ -161,7 +161,7 @@ def of_another_shape(load: Loader) -> ValueError:
 def _refused(load: Loader, gives: str, remedy: str) -> ValueError:
     return _check.fail(
         "data", load.name,
-        f"gives {gives} for an example if other examples are asked for, too (a mean or a largest number of the batch, "
+        f"gives {gives} for an example if other examples are loaded with it (a mean or a largest number of the batch, "
         "mixed or sorted rows, the longest text), so examples would depend on each other", remedy,
     )  # fmt: skip
 

@@ -78,7 +78,7 @@ def _remedy(leaf: Any) -> str:
     if hasattr(leaf, "numpy"):
         return "use its .numpy(), or np.asarray"
     if callable(leaf):
-        return "a function stands by itself, not in a tree: data=function, which gives all arrays of a row"
+        return "a function stands by itself, not in a tree: data=function; it gives all arrays of its rows"
     if isinstance(leaf, Mapping):
         return "give one of what it holds, such as data['train'], or dict(data)"
     if hasattr(leaf, "__iter__") and not isinstance(leaf, str | bytes | np.ndarray | jax.Array):

@@ -20,13 +20,14 @@ def identity(function: Any) -> tuple[tuple[Any, ...], tuple[bool | str, ...]]:
     """The code of a function and of those that it was made with, and the switches among what it was made with."""
     code: list[Any] = []
     switches: list[bool | str] = []
-    waiting, seen = [function], set[int]()
+    waiting: list[Any] = [function]
+    seen: dict[int, Any] = {}  # held, or the number of one that is gone would be that of another
     while waiting and len(seen) < _MOST:
         value = waiting.pop()
         if isinstance(value, (bool, str, np.bool_)):
             switches.append(value if isinstance(value, str) else bool(value))
         if id(value) not in seen:
-            seen.add(id(value))
+            seen[id(value)] = value
             code.extend(_code(value))
             waiting.extend(_inner(value))
     return tuple(code), tuple(switches)
