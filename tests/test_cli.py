@@ -1,5 +1,6 @@
 """The command line: every command with its example, JSON that parses, one clear line for bad input."""
 
+import importlib.util
 import json
 import re
 import subprocess
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 
 import bandmf
 from bandmf import cli
-from bandmf.cli import app, noise_cases, show
+from bandmf.cli import app, bench, noise_cases, show
 from sweeps import in_turn
 
 runner = CliRunner()
@@ -184,6 +185,20 @@ def test_bench_noise_measures_every_case_at_every_number_of_bands(monkeypatch):
         *((case, bands) for bands in (1, 24) for case in others),
     ]
     assert all(row["ratio"] == row["bands"] and row["peak_vectors"] == 5 for row in rows)
+
+
+def test_bench_noise_runs_without_torch(monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "torch" else found(name, *more)
+    )
+    names = noise_cases.available("cpu")
+    assert noise_cases.INDEPENDENT in names and "bandmf, JAX" in names and noise_cases.BANDMF not in names
+    step = noise_cases.independent(1, 1000, "cpu")
+    before = step().copy()
+    assert 0.8 < np.std(step() - before) / noise_cases.SCALE < 1.2
+    with pytest.raises(ValueError, match="on a GPU this benchmark needs it"):
+        bench.noise(device="cuda")
 
 
 @pytest.mark.parametrize(("bands", "case"), in_turn([1, 24], list(noise_cases.CASES)))

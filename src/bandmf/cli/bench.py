@@ -23,13 +23,15 @@ def noise(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     outputs.check({"plot": plot})
-    if importlib.util.find_spec("torch") is None:
-        raise ValueError("torch is missing: this benchmark needs it; pip install 'bandmf[torch]'")
     parameters, device = (
         _check.whole("parameters", parameters),
         _check.choice("device", device, ("cpu", "cuda")),
     )
     if device == "cuda":
+        if importlib.util.find_spec("torch") is None:
+            raise ValueError(
+                "torch is missing: on a GPU this benchmark needs it; pip install 'bandmf[torch]'"
+            )
         import torch
 
         if not torch.cuda.is_available():

@@ -36,7 +36,10 @@ def coefficients(bands: int) -> FloatArray:
 
 
 def independent(bands: int, size: int, device: str) -> Step:
-    """torch.randn and an addition."""
+    """torch.randn and an addition; the same in NumPy, where there is no torch."""
+    if importlib.util.find_spec("torch") is None:
+        generator, vector = np.random.default_rng(), np.zeros(size, np.float32)
+        return lambda: np.add(vector, SCALE * generator.standard_normal(size, np.float32), out=vector)
     import torch
 
     gradient = torch.zeros(size, device=device)
@@ -147,7 +150,11 @@ CASES: dict[str, tuple[Callable[[int, int, str], Step], str]] = {
 
 def available(device: str) -> list[str]:
     """The cases that can run here; on a GPU only those written in torch."""
-    names = [name for name, (_, needs) in CASES.items() if importlib.util.find_spec(needs) is not None]
+    names = [
+        name
+        for name, (_, needs) in CASES.items()
+        if name == INDEPENDENT or importlib.util.find_spec(needs) is not None
+    ]
     return names if device == "cpu" else [name for name in names if CASES[name][1] == "torch"]
 
 
