@@ -153,17 +153,29 @@ def one(folder):
     compare("sharded, in microbatches,", both.train(open_run(plan)).weights, expected)
     shard = both.history["in"].addressable_shards[0].data
     assert shard.size * 2 == both.history["in"].size  # sharded like the weights, over two
-    at_once = Training(plan, placed(mesh, SPECS), rows=rows)
-    run = open_run(plan)
-    for chunk in run.chunks(data(), steps=5, sharding=rows):
-        at_once.weights, at_once.state = run.release_chunk(
-            at_once.advance, chunk, at_once.weights, at_once.state
-        )
-    compare("steps taken at once", at_once.weights, expected)
+    compare("steps taken at once", in_chunks(plan, mesh, rows, folder / "chunks"), expected)
     an_eighth_each(mesh)
     compiled_once(mesh)
     data_sets_over_devices(rows)
     devices_that_disagree(plan, mesh, rows)
+
+
+def in_chunks(plan, mesh, rows, folder):
+    """The weights after chunks, of which the second is taken again after a restart: it is the very same program."""
+    training = Training(plan, placed(mesh, SPECS), rows=rows)
+    for _ in range(2):
+        run = open_run(plan, folder)
+        training.begin(placed(mesh, SPECS))
+        training.weights, training.state = run.restore((training.weights, training.state))
+        for chunk in run.chunks(data(), steps=5, sharding=rows):
+            training.weights, training.state = run.release_chunk(
+                training.advance, chunk, training.weights, training.state
+            )
+            if run.steps_taken == 5:
+                run.save((training.weights, training.state))
+        assert len(run._programs._known) == 1
+        run.close()
+    return training.weights
 
 
 def more(folder):

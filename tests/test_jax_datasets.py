@@ -307,8 +307,9 @@ def test_a_batch_that_is_alike_in_itself_but_not_like_others_is_refused():
 def test_a_list_that_may_be_of_examples_or_of_columns_is_refused(given):
     """Read as columns, an example is a row of everybody: up to 30 clip norms in steps that it is not in."""
     square = [np.full((ROWS, 2), i) for i in range(ROWS)]
-    with pytest.raises(ValueError, match=r"len\(data\)=32: .*examples or columns; stack examples"):
-        loaded(given(square))
+    for each in (square, [[float(i)] * ROWS for i in range(ROWS)]):
+        with pytest.raises(ValueError, match=r"len\(data\)=32: .*examples or columns; stack examples"):
+            loaded(given(each))
 
 
 def test_lists_of_examples_are_data_sets_wherever_they_are():

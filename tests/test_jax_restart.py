@@ -266,6 +266,19 @@ def test_a_folder_that_was_copied_is_another_run(tmp_path):
     assert run.spent() == pytest.approx(plan.spent_after(6) + plan.spent_after(STEPS))
 
 
+def test_steps_are_withdrawn_as_soon_as_a_run_is_open(tmp_path):
+    """Once the ledger said that it was closed, until something was restored."""
+    plan = tiny.plan()
+    training, run = Training(plan), open_run(plan, tmp_path)
+    training.steps(run, *training.begin(), until=3)
+    run.close()
+    again = open_run(plan, tmp_path)
+    again.ledger.withdraw(0, "a test, which nobody sees")
+    x, y = data()
+    training.steps(again, *training.begin(), until=2, data=(2 * x, y))
+    assert again.steps_taken == 2
+
+
 def test_a_restore_that_is_forgotten_is_warned_of(tmp_path):
     plan = tiny.plan()
     training, run = Training(plan), open_run(plan, tmp_path)

@@ -265,7 +265,9 @@ def test_a_state_that_was_kept_back_gets_no_second_noise_of_its_step():
     plan = tiny.plan()
     run, training = open_run(plan), Training(plan, wrap=drops_updates)
     training.update = training._update  # not compiled, as the wrapper counts calls
-    with pytest.raises(ValueError, match=r"state\.step=1: the run is at step 2: .*an update was dropped"):
+    with pytest.raises(
+        ValueError, match=r"state\.step=(\d): the run is at step (?!\1)\d: .*an update was dropped"
+    ):
         training.whole(run)
 
 
@@ -495,3 +497,37 @@ def test_the_state_is_one_and_moves_on():
     _, state = training.steps(run, *training.begin(), until=5)
     (private,) = private_states(state)
     assert int(private.step) == 5
+
+
+def test_a_chunk_may_carry_one_value():
+    plan = tiny.plan()
+    training = Training(plan)
+    with same_run():
+        runs = [open_run(plan) for _ in range(2)]
+    weights, state = training.begin()
+    expected = runs[0].release_chunk(training.advance, next(runs[0].chunks(data(), steps=3)), weights, state)
+    both = dict(zip(("weights", "state"), training.begin(), strict=True))
+
+    def advance(rows, both, secret):
+        weights, state = training.advance(rows, both["weights"], both["state"], secret)
+        return {"weights": weights, "state": state}
+
+    found = runs[1].release_chunk(advance, next(runs[1].chunks(data(), steps=3)), both)
+    np.testing.assert_array_equal(flat(found["weights"]), flat(expected[0]))
+
+
+def test_a_sum_that_was_divided_already_is_warned_of():
+    plan = tiny.plan()
+    training, run = Training(plan), open_run(plan)
+    weights, state = training.begin()
+    x, y = data()
+
+    def mean(rows, mask):
+        total = training.gradient(weights, rows, mask=mask)
+        return jax.tree.map(lambda leaf: leaf / plan.batch_size, total)
+
+    total = next(run.batches((100 * x, y))).sum(mean)
+    with pytest.warns(UserWarning, match="seems to be divided by the batch size"):
+        run.release(training.update, total, weights, state)
+    with pytest.raises(TypeError, match="do not divide the sum"):
+        total / 12

@@ -71,7 +71,9 @@ def balanced(indices):
 
 def test_random_changes_in_one_array_excuse_no_other():
     """Weights by the classes of a batch, or standardized targets, once passed beside random crops."""
-    with pytest.raises(ValueError, match=r"gives other rows for an example if other examples are asked for"):
+    with pytest.raises(
+        ValueError, match=r"gives other rows for an example if other examples are loaded with it"
+    ):
         loaded(lambda indices: (augmented(indices), balanced(indices)))
 
 

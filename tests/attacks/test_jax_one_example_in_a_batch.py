@@ -347,7 +347,9 @@ def mixed_up(rows):
 def test_a_loader_by_which_examples_depend_on_each_other_is_refused(statistic):
     """One example moved the sum of twelve by fourteen clip norms; and padding was loaded as the first example."""
     source = Source(lambda indices: statistic(DATA[indices]), ROWS, ROWS, 16, None)
-    with pytest.raises(ValueError, match=r"gives other rows for an example if other examples are asked for"):
+    with pytest.raises(
+        ValueError, match=r"gives other rows for an example if other examples are loaded with it"
+    ):
         Batch(0, np.arange(9), source).sum(partial(GRADIENT, WEIGHTS))
     with pytest.raises(ValueError, match=r"gives other rows"):
         next(iter(Batch(0, np.arange(9), source)))

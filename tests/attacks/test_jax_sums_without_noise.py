@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 from jax import lax
 
 import jax_training as tiny
@@ -18,6 +19,7 @@ from bandmf.jax import Clipped, clipped_gradient, privatize
 from bandmf.jax.training import dependence
 from children import HERE, environment
 from jax_training import CLIP, EXAMPLES, Training, data, open_run
+from sweeps import in_turn
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -30,13 +32,19 @@ RECORDERS = {
     "monitor": lambda: optax.monitor({"norm": norm}),
     "snapshot": lambda: optax.snapshot("sum", lambda updates: updates),
     "a chain": lambda: optax.chain(optax.identity(), optax.monitor({"norm": norm})),
+    "a state of its own": lambda: optax.GradientTransformation(
+        lambda params: {"norm": jnp.zeros(())},
+        lambda updates, state, params=None: (updates, {"norm": norm(updates)}),
+    ),
 }
 
 
 def recording(plan, name):
     """Training with something before privatize that changes nothing."""
     training = Training(plan)
-    training.optimizer = optax.chain(RECORDERS[name](), privatize(plan, clip_norm=CLIP), optax.sgd(0.5))
+    training.optimizer = optax.chain(
+        RECORDERS[name](), optax.chain(privatize(plan, clip_norm=CLIP), optax.sgd(0.5))
+    )
     return training
 
 
@@ -47,24 +55,55 @@ def one_step(training, run, update):
     return total, run.release(update, total, weights, state)
 
 
-@pytest.mark.parametrize("seen_by", ["the order", "the program"])
-@pytest.mark.parametrize("name", list(RECORDERS))
-def test_what_records_the_sum_before_privatize_is_refused_and_costs_nothing(name, seen_by, monkeypatch):
+class Called:
+    """An object that can be called, and cannot be hashed."""
+
+    __hash__ = None
+
+    def __init__(self, function):
+        self.function, self.weights = jax.jit(function), jnp.ones(3)
+
+    def __call__(self, *given, **more):
+        return self.function(*given, **more)
+
+
+WAYS = {
+    "jit": jax.jit,
+    "plain": lambda function: function,
+    "partial": lambda function: partial(jax.jit(function)),
+    "nnx": nnx.jit,
+    "object": Called,
+    "wrapped": lambda function: lambda *given, secret: jax.jit(function)(*given, secret=secret),
+}
+
+
+@pytest.mark.parametrize(("name", "way"), in_turn(list(RECORDERS), list(WAYS)))
+def test_what_records_the_sum_before_privatize_is_refused_and_costs_nothing(name, way):
     plan = tiny.plan()
     training, run = recording(plan, name), open_run(plan)
-    update, sentence = training._update, "nothing before privatize in the chain"
-    if seen_by == "the program":
-        monkeypatch.setattr(dependence, "check_order", lambda tree: None)
-        update, sentence = jax.jit(training._update), "depends on the sum without noise"
-    with pytest.raises(ValueError, match=sentence):
-        one_step(training, run, update)
+    with pytest.raises(ValueError, match=r"depends on the sum without noise.*put nothing before it"):
+        one_step(training, run, WAYS[way](training._update))
+    assert run.spent() == 0
+    right = Training(plan)
+    one_step(right, run, WAYS[way](right._update))
+
+
+@pytest.mark.parametrize("name", list(RECORDERS))
+def test_what_records_in_a_chunk_is_refused(name):
+    plan = tiny.plan()
+    training, run = recording(plan, name), open_run(plan)
+    weights, state = training.begin()
+    total = Clipped(jax.tree.map(jnp.zeros_like, weights), CLIP)
+    shapes = jax.eval_shape(training._update, total, weights, state, run._secrets.shapes(plan))[1]
+    state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)  # as it is after a step
+    with pytest.raises(ValueError, match=r"advance: .*beside the state of privatize, depends on the data"):
+        run.release_chunk(training.advance, chunk_of(run), weights, state)
     assert run.spent() == 0
 
 
 def test_a_recorder_would_put_the_sum_into_the_checkpoint(monkeypatch, tmp_path):
     """The planted fault: nobody looks."""
     monkeypatch.setattr(dependence.Updates, "check", lambda *_: None)
-    monkeypatch.setattr(dependence, "check_order", lambda tree: None)
     plan = tiny.plan()
     training, run = recording(plan, "monitor"), open_run(plan, tmp_path)
     total, (weights, state) = one_step(training, run, jax.jit(training._update))
@@ -99,6 +138,84 @@ def test_an_update_that_returns_something_of_the_sum_is_refused():
 
     one_step(training, run, of_weights)
     assert run.steps_taken == 1
+
+
+def test_an_update_is_looked_at_again_when_a_switch_of_it_changes():
+    plan = tiny.plan()
+    training, run = Training(plan), open_run(plan)
+
+    @partial(jax.jit, static_argnums=3)
+    def update(total, weights, state, logs, secret):
+        return *training._update(total, weights, state, secret), norm(total.total) if logs else 0.0
+
+    weights, state = training.begin()
+    for batch in run.batches(data()):
+        total = training.sum(batch, weights)
+        if batch.step == 2:
+            with pytest.raises(ValueError, match=r"what it returns\[2\] depends on the sum"):
+                run.release(update, total, weights, state, True)
+            break
+        weights, state, _ = run.release(update, total, weights, state, False)
+    assert run.ledger.steps_spent == 2
+
+
+def test_the_sum_is_followed_under_any_name():
+    plan = tiny.plan()
+    training, run = Training(plan), open_run(plan)
+    weights, state = training.begin()
+    total = training.sum(next(run.batches(data())), weights)
+
+    @jax.jit
+    def twice(total, weights, state, again, secret):
+        return *training._update(total, weights, state, secret), norm(again.total)
+
+    @jax.jit
+    def raw(total, weights, state, again, secret):
+        return *training._update(total, weights, state, secret), again["bias"]
+
+    @jax.jit
+    def closed(own, weights, state, secret):
+        return *training._update(own, weights, state, secret), norm(total.total)
+
+    @jax.jit
+    def written(own, weights, state, secret):
+        place = jax.new_ref(jnp.zeros(()))
+        place[...] = norm(own.total)
+        return *training._update(own, weights, state, secret), place[...]
+
+    for update, more in ((twice, [total]), (raw, [total.total]), (closed, []), (written, [])):
+        with pytest.raises(ValueError, match="depends on the sum without noise"):
+            run.release(update, total, weights, state, *more)
+    assert run.spent() == 0
+
+
+def test_an_update_that_cannot_be_traced_is_warned_of():
+    plan = tiny.plan()
+    training, run = Training(plan), open_run(plan)
+
+    def update(total, weights, state, secret):
+        assert float(weights["bias"][0]) < 100
+        return training._update(total, weights, state, secret)
+
+    with pytest.warns(UserWarning, match=r"update: cannot be traced .*jit it"):
+        one_step(training, run, update)
+    assert run.steps_taken == 1
+
+
+def test_functions_that_are_made_anew_are_not_kept():
+    """Each would hold the weights that it was made with."""
+    plan = tiny.plan()
+    training, run = Training(plan), open_run(plan)
+    weights, state = training.begin()
+    for batch in run.batches(data()):
+        total = training.sum(batch, weights)
+        update = partial(
+            lambda total, state, secret, own: training._update(total, own, state, secret), own=weights
+        )
+        weights, state = run.release(update, total, state)
+        if run.steps_taken == 5:
+            break
+    assert len(run._updates._known) == 1
 
 
 def test_sums_and_what_single_examples_gave_are_not_saved(tmp_path):
@@ -153,7 +270,7 @@ def test_what_a_chunk_carries_along_without_noise_is_warned_of():
         own = jnp.sum(jnp.where(rows.mask, losses, 0.0))
         return *training.advance(rows, weights, state, secret), steps + 1, own
 
-    with pytest.warns(UserWarning, match=r"what it returns\[0\]\[3\] depends on the data without noise"):
+    with pytest.warns(UserWarning, match=r"what it returns\[3\] depends on the data without noise"):
         carry = run.release_chunk(with_loss, chunk_of(run), weights, state, jnp.int32(0), jnp.float32(0))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -175,6 +292,9 @@ def test_a_batch_of_which_not_all_pieces_were_read_is_refused():
     assert run.spent() == 0
     sums = [training.gradient(weights, rows.data, mask=rows.mask).total for rows in batch]
     total = Clipped(jax.tree.map(lambda *parts: sum(parts), *sums), CLIP)
+    for rows in batch:  # once more, after the sum
+        assert len(rows) == 2
+        assert rows[0] is rows.data
     run.release(training.update, total, weights, state)
 
 

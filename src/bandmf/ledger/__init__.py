@@ -313,15 +313,15 @@ class Ledger:
         step = _check.whole("step", step, 0, self.steps_released)
         if not isinstance(statement, str) or not statement.strip():
             raise _check.fail("statement", statement, "must say why nobody can have seen these steps")
+        if self._file is not None:
+            self._file.take_up()  # where it was only read so far
         self._append({"kind": "withdraw", "step": step, "statement": statement})
         self._apply("withdraw", step)
 
     def _digest(self, contents: bytes, step: int = 0, purpose: bytes = b"") -> bytes:
         # With the step and the purpose: equal digests would show that two batches are equal, and so most likely empty.
-        salt = step.to_bytes(16, "big")
-        return hashlib.blake2b(
-            contents, key=self._secret, digest_size=_SIZE, salt=salt, person=purpose
-        ).digest()
+        own, salt = self._secret, step.to_bytes(16, "big")
+        return hashlib.blake2b(contents, key=own, digest_size=_SIZE, salt=salt, person=purpose).digest()
 
     def _digests(self, step: int) -> bytes:
         """Those of a released step; empty if it was not released."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import threading
@@ -19,6 +20,15 @@ _TWISTER = 624  # words of 32 bits, the state of torch's Mersenne twister
 _CPU_STATE = 5056  # bytes of the state of torch's generator
 _LOCK = threading.RLock()  # two threads would each keep what the other has seeded for the user's own
 _BEFORE = 3  # words of 64 bits in it before the twister's own
+
+
+def _unlock() -> None:
+    """In a fork, where the thread that had locked it is gone."""
+    global _LOCK
+    _LOCK = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_unlock)
 
 
 @contextmanager

@@ -34,6 +34,9 @@ class Clipped:
     def __repr__(self) -> str:
         return f"Clipped(clip_norm={self.clip_norm}, shapes={self.shapes})"  # the sum has no noise yet
 
+    def __truediv__(self, _: Any) -> Clipped:
+        raise TypeError("Clipped: do not divide the sum; privatize divides it by the planned batch size")
+
     def check_whole(self) -> None:
         """Refuse what was put together from several sums."""
         found = _shapes(self.total)

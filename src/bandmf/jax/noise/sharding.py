@@ -49,8 +49,8 @@ class Layout:
         if self.lies_on is None:
             return jnp.zeros(shape, jnp.float32)
         # As XLA writes it, or what comes out of a step would look like another sharding, and be compiled again.
-        is_empty = not slots and not _is_explicit(self.lies_on)
-        spec = REPLICATED if is_empty else _as_written(PartitionSpec(None, *self.spec), self.lies_on)
+        is_empty = not slots and not is_explicit(self.lies_on)
+        spec = REPLICATED if is_empty else as_written(PartitionSpec(None, *self.spec), self.lies_on)
         place = NamedSharding(self.lies_on, spec)
         return jax.jit(lambda: jnp.zeros(shape, jnp.float32), out_shardings=place)()
 
@@ -92,7 +92,7 @@ class Layout:
 
     def _gathered(self, value: Array) -> Array:
         """`value` where it may be cut anywhere: with explicit shardings, on every device."""
-        if self.mesh is None or not _is_explicit(self.mesh):
+        if self.mesh is None or not is_explicit(self.mesh):
             return value
         return jax.sharding.reshard(value, NamedSharding(self.mesh, REPLICATED))
 
@@ -114,8 +114,8 @@ def layout_of(leaf: Any, shape: Shape) -> Layout:
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return Layout(shape, shape)
     if sharding.is_fully_replicated:
-        return Layout(shape, shape, replicas=None if _is_explicit(sharding.mesh) else sharding.mesh)
-    return Layout(shape, shape, sharding.mesh, _as_written(sharding.spec, sharding.mesh))
+        return Layout(shape, shape, replicas=None if is_explicit(sharding.mesh) else sharding.mesh)
+    return Layout(shape, shape, sharding.mesh, as_written(sharding.spec, sharding.mesh))
 
 
 def axes_of(spec: Iterable[Any]) -> list[tuple[str, ...]]:
@@ -123,12 +123,12 @@ def axes_of(spec: Iterable[Any]) -> list[tuple[str, ...]]:
     return [() if axes is None else (axes,) if isinstance(axes, str) else tuple(axes) for axes in spec]
 
 
-def _as_written(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
+def as_written(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
     """As XLA writes it: nothing behind the last dimension that is cut, and no axes of one device.
 
     These stay where the user keeps track of shardings, who may have written them.
     """
-    least = 0 if _is_explicit(mesh) else 1
+    least = 0 if is_explicit(mesh) else 1
     cut = [tuple(name for name in axes if mesh.shape[name] > least) for axes in axes_of(spec)]
     while cut and not cut[-1]:
         cut.pop()
@@ -141,7 +141,7 @@ def flat_layout(leaf: Any, shape: Shape, mesh: Mesh) -> Layout:
     """One flat vector cut evenly over all devices of a mesh, padded so that the cut is even."""
     each = -(-math.prod(shape) // mesh.size)
     own = getattr(leaf, "sharding", None)
-    home = own if isinstance(own, NamedSharding) and own.mesh == mesh and not _is_explicit(mesh) else None
+    home = own if isinstance(own, NamedSharding) and own.mesh == mesh and not is_explicit(mesh) else None
     axes = PartitionSpec(tuple(mesh.axis_names))
     return Layout(shape, (each * mesh.size,), mesh, axes, flat=True, home=home)
 
@@ -152,19 +152,19 @@ def everywhere(tree: Any, layouts: Iterable[Layout]) -> Any:
     Nor with explicit shardings: those would spread from them to vectors that lie elsewhere.
     """
     meshes = {layout.lies_on for layout in layouts if layout.lies_on is not None}
-    if is_traced(tree) or len(meshes) != 1 or _is_explicit(mesh := meshes.pop()):
+    if is_traced(tree) or len(meshes) != 1 or is_explicit(mesh := meshes.pop()):
         return tree
+    return jax.tree.map(lambda array: replicated(array, mesh), tree)
+
+
+def replicated(array: Any, mesh: Mesh) -> Array:
+    """It on all devices of a mesh: every process has the whole, and puts it on its own devices."""
+    whole = np.asarray(array)
     place = NamedSharding(mesh, REPLICATED)
-
-    def put(array: Any) -> Array:
-        """Every process has the whole, and puts it on its own devices."""
-        whole = np.asarray(array)
-        return jax.make_array_from_callback(whole.shape, place, lambda index: whole[index])
-
-    return jax.tree.map(put, tree)
+    return jax.make_array_from_callback(whole.shape, place, lambda index: whole[index])
 
 
-def _is_explicit(mesh: Mesh) -> bool:
+def is_explicit(mesh: Mesh) -> bool:
     """Whether the user keeps track of shardings ("sharding in types"), instead of leaving them to XLA."""
     return any(str(kind).endswith("Explicit") for kind in getattr(mesh, "axis_types", ()))
 

@@ -30,7 +30,8 @@ class Batch:
         self.step, self._indices, self._source = step, indices, source
         self._read = False  # piece by piece, since `sum` was called
         self._read_whole = False  # to the last piece
-        self._unmasked: set[int] = set()  # pieces with empty rows, whose mask nobody has looked at
+        self._has_empty: set[int] = set()  # pieces that were read, with rows that no example fills
+        self._masked: set[int] = set()  # pieces whose mask somebody has looked at
         self._sums: list[tuple[list[Any], Verdict]] = []  # what `sum` gave, and what is known of it
 
     @property
@@ -48,9 +49,9 @@ class Batch:
         for number, part in enumerate(parts):
             rows = self._source.rows(part, self.step)
             if len(part) < self._source.capacity:
-                self._unmasked.add(number)
+                self._has_empty.add(number)
             self._read_whole |= number == len(parts) - 1
-            yield Piece(rows, partial(self._unmasked.discard, number))
+            yield Piece(rows, partial(self._masked.add, number))
 
     def _parts(self) -> list[Indices]:
         """The indices of each piece."""
@@ -92,7 +93,9 @@ class Batch:
         for own, verdict in self._sums:
             places = [_place_in(leaf, own) for leaf in leaves]
             if None not in places and leaves:
-                _check_verdict(verdict, places, getattr(total, "clip_norm", None), self.step)
+                clip_norm = getattr(total, "clip_norm", None)
+                alone = _check_verdict(verdict, places, clip_norm, self.step)
+                self._source.warn_of_mean(alone, clip_norm)
                 return
         if self._read:
             self._check_pieces()
@@ -111,7 +114,7 @@ class Batch:
                 "left out depends on who else is there; nothing was released: add up the sums of all pieces (for rows "
                 "in batch), and release once, after that"
             )
-        if self._unmasked:
+        if self._has_empty - self._masked:
             raise ValueError(
                 f"step={self.step}: the mask of a piece was not used, so rows that no example fills count as examples; "
                 "nothing was released: pass it on, gradient(weights, rows.data, mask=rows.mask)"
@@ -139,6 +142,12 @@ class Piece:
     def __iter__(self) -> Iterator[Any]:
         return iter((self.data, self.mask))
 
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, place: int) -> Any:
+        return self.data if place in (0, -2) else (self.data, self.mask)[place]
+
     def tree_flatten(self) -> tuple[tuple[Any, Array], None]:
         """Into what jit is given."""
         return (self.data, self.mask), None
@@ -162,13 +171,16 @@ def _explained() -> Iterator[None]:
         raise
 
 
-def _check_verdict(verdict: Verdict, places: list[Any], clip_norm: float | None, step: int) -> None:
-    """Refuse arrays of a result that are no sums, were clipped otherwise, or to which one example adds too much."""
+def _check_verdict(verdict: Verdict, places: list[Any], clip_norm: float | None, step: int) -> float:
+    """Refuse arrays of a result that are no sums, were clipped otherwise, or to which one example adds too much.
+
+    The result is the most that was seen of one.
+    """
     for place in places:
         if place in verdict.wrong:
             raise ValueError(f"step={step}: {verdict.wrong[place]}; nothing was released")
     if clip_norm is None:
-        return
+        return 0.0
     if len({verdict.owners[place] for place in places} - {None}) > 1:
         raise ValueError(
             f"step={step}: total is put together from several sums, each clipped by itself, so one example may add "
@@ -185,6 +197,7 @@ def _check_verdict(verdict: Verdict, places: list[Any], clip_norm: float | None,
             f"step={step}: total {found} clip_norm={clip_norm:g}; nothing was released: clip all parameters "
             "together, once, and repeat, scale or add up nothing afterwards; with shard_map, cut the rows over devices"
         )
+    return alone
 
 
 def _place_in(leaf: Any, leaves: list[Any]) -> int | None:

@@ -14,9 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
 
+from bandmf.jax.noise.sharding import as_written, is_explicit, replicated
 from bandmf.jax.privatize import PrivateState, private_states
-from bandmf.jax.random_keys import as_words
+from bandmf.jax.random_keys import as_keys_like, as_words
 from bandmf.jax.secret import Secret
 from bandmf.jax.tracing import constants
 from bandmf.jax.training import dependence, one_noise
@@ -45,6 +47,7 @@ class Program(NamedTuple):
 
     run: Callable[..., Any]
     identity: bytes
+    returns_one: bool  # in place of a tuple
 
 
 class Programs:
@@ -67,13 +70,13 @@ class Programs:
         kinds = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in map(jnp.asarray, leaves))
         known = advance, structure, kinds
         if known not in self._known:
-            traced = jax.jit(_scan(advance), donate_argnums=2).trace(*given)
+            scan = Scan(advance)
+            traced = jax.jit(scan, donate_argnums=2).trace(*given)
             one_noise.check_one(traced.jaxpr.jaxpr)
-            dependence.check_order(carry)
-            dependence.check_chunk(traced, secret, chunk.rows)
+            dependence.check_chunk(traced, secret, chunk.rows, carry)
             lowered = traced.lower()
             identity = _digest(lowered.as_text(), constants(traced.jaxpr))
-            self._known[known] = Program(lowered.compile(), identity)
+            self._known[known] = Program(lowered.compile(), identity, scan.returns_one)
         return self._known[known]
 
 
@@ -110,10 +113,31 @@ def not_at_hand() -> ValueError:
 
 
 def as_stored(carry: Any) -> Any:
-    """What goes into a chunk, and comes out of it: with types that are not promoted."""
-    return jax.tree.map(
-        lambda leaf: leaf.astype(leaf.dtype) if getattr(leaf, "weak_type", False) else leaf, carry
-    )
+    """What goes into a chunk as it comes out of it: with types that are not promoted, all of it on one mesh.
+
+    The counters of an optimizer begin on one device, at a restart too, and the program would be another one there.
+    """
+    meshes = {leaf.sharding.mesh for leaf in jax.tree.leaves(carry) if _is_on_mesh(leaf)}
+
+    def stored(leaf: Any) -> Any:
+        if getattr(leaf, "weak_type", False):
+            leaf = leaf.astype(leaf.dtype)
+        if len(meshes) != 1 or not isinstance(leaf, jax.Array):
+            return leaf
+        (mesh,) = meshes
+        place = leaf.sharding
+        if not isinstance(place, NamedSharding) or not _is_on_mesh(leaf):
+            return as_keys_like(replicated(as_words(leaf), mesh), leaf)
+        if is_explicit(mesh):
+            return leaf
+        return jax.device_put(leaf, NamedSharding(mesh, as_written(place.spec, mesh)))
+
+    return jax.tree.map(stored, carry)
+
+
+def _is_on_mesh(leaf: Any) -> bool:
+    place = leaf.sharding if isinstance(leaf, jax.Array) else None
+    return isinstance(place, NamedSharding) and place.mesh.size > 1
 
 
 def deciding(carry: Any) -> Any:
@@ -127,20 +151,27 @@ def deciding(carry: Any) -> Any:
     return jax.tree.map(kept, carry, is_leaf=lambda node: isinstance(node, PrivateState))
 
 
-def _scan(advance: Callable[..., Any]) -> Callable[..., Any]:
+class Scan:
     """All steps, and the digests of their sums."""
 
-    def scan(secret: Secret, rows: Rows, carry: tuple[Any, ...]) -> tuple[Any, Array]:
+    def __init__(self, advance: Callable[..., Any]) -> None:
+        self._advance, self.returns_one = advance, False
+
+    def __call__(self, secret: Secret, rows: Rows, carry: tuple[Any, ...]) -> tuple[Any, Array]:
         def step(carry: tuple[Any, ...], given: tuple[Rows, Array]) -> tuple[Any, Array]:
             own, ahead = given
-            result = advance(own, *carry, secret=secret.at(secret.step + ahead))
-            if not isinstance(result, tuple) or len(result) != len(carry):
-                raise ValueError(
-                    f"advance: must return a tuple of {len(carry)}, as it was given after the rows"
-                )
+            result = self._in_tuple(
+                self._advance(own, *carry, secret=secret.at(secret.step + ahead)), len(carry)
+            )
             (state,) = private_states(result)
             return result, state.digest
 
         return lax.scan(step, carry, (rows, jnp.arange(len(rows.mask), dtype=jnp.int32)))
 
-    return scan
+    def _in_tuple(self, result: Any, count: int) -> tuple[Any, ...]:
+        """What an advance returned, like what it was given; one value may stand for itself."""
+        self.returns_one = count == 1 and not isinstance(result, tuple)
+        result = (result,) if self.returns_one else result
+        if not isinstance(result, tuple) or len(result) != count:
+            raise ValueError(f"advance: must return a tuple of {count}, as it was given after the rows")
+        return result

@@ -11,44 +11,82 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 from bandmf import _check
 from bandmf.jax.clipping import Clipped, Examples
-from bandmf.jax.privatize import CORE, PrivateState
+from bandmf.jax.privatize import CORE, private_states
 from bandmf.jax.secret import Secret, refuse_secrets
-from bandmf.jax.tracing import inside
-from bandmf.jax.training.explained import NOT_FIRST
+from bandmf.jax.tracing import constants, inside
+from bandmf.jax.training.trials.functions import identity
 
 _REMEDY = (
     "privatize must be the first to see a sum: put nothing before it, not even what only records (optax.monitor, "
     "optax.snapshot)"
 )
-_JITTED = type(jax.jit(lambda: None))
 Marks = list[bool]  # of the inputs or results of a program, in their order
 
 
 class Updates:
-    """The functions that a run was given to call; each is looked at once, before the ledger counts a step."""
+    """The functions that a run was given to call; each is looked at once, before the ledger counts a step.
+
+    They are told apart by their code and by what is no array among their arguments: switches may be static.
+    """
 
     def __init__(self) -> None:
         self._known: set[Any] = set()
+        self._last: tuple[Any, ...] = ()
 
     def check(
         self, update: Callable[..., Any], total: Any, arguments: tuple[Any, ...], secret: Secret
     ) -> None:
         """Refuse one that returns something of the sum that is not noise and sum together."""
-        known = update, jax.tree.structure((total, arguments))
+        leaves, structure = jax.tree.flatten((total, arguments))
+        switches = [repr(leaf) for leaf in leaves if not isinstance(leaf, (jax.Array, np.ndarray))]
+        if self._last == (id(update), structure, switches):
+            return
+        self._last = ()
+        known = identity(update), structure, tuple(switches)
         if known not in self._known:
-            check_order(arguments)
-            if isinstance(update, _JITTED):  # of others nothing can be seen without calling them
-                _check_results(update.trace(total, *arguments, secret=secret), total)
+            _check_results(update, total, arguments, secret)
             self._known.add(known)
+        self._held = update  # or another function could have its number
+        self._last = id(update), structure, switches
 
 
-def _check_results(traced: Any, total: Any) -> None:
-    program, private = traced.jaxpr.jaxpr, len(jax.tree.leaves(total))
-    marks = [place < private for place in range(len(program.invars))]
-    if bare := _named(traced.out_info, _Flow().results(program, marks)):
+def _check_results(
+    update: Callable[..., Any], total: Any, arguments: tuple[Any, ...], secret: Secret
+) -> None:
+    """Trace it, and follow the sum, wherever it is among what goes in."""
+    leaves, structure = jax.tree.flatten((total, arguments))
+    sums = jax.tree.leaves((total, bare_nodes(arguments)))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray))]
+
+    def called(secret: Secret, *arrays: Any) -> Any:
+        whole = list(leaves)  # what is no array may be static
+        for place, array in zip(places, arrays, strict=True):
+            whole[place] = array
+        own, others = jax.tree.unflatten(structure, whole)
+        return update(own, *others, secret=secret)
+
+    try:
+        traced = jax.jit(called).trace(secret, *[leaves[place] for place in places])
+    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
+        warnings.warn(
+            f"update: cannot be traced ({type(error).__name__}), so bandmf cannot see whether it returns something of "
+            "the sum without noise; jit it",
+            stacklevel=4,
+        )
+        return
+    marks = [False] * len(jax.tree.leaves(secret))
+    marks += [any(leaves[place] is each for each in sums) for place in places]
+    flow = _Flow()
+    bare = _named(traced.out_info, flow.results(traced.jaxpr.jaxpr, marks))
+    if any(const is each for const in constants(traced.jaxpr) for each in sums):
+        bare = [" (it closes over the sum)"]
+    if flow.uses_references:
+        bare = [" by a mutable array (jax.new_ref)"]
+    if bare:
         raise ValueError(
             f"update: what it returns{bare[0]} depends on the sum without noise, so it is not private, and nothing was "
             f"released. {_REMEDY}; and return nothing that is computed from `total` itself: look at norms and losses "
@@ -56,22 +94,33 @@ def _check_results(traced: Any, total: Any) -> None:
         )
 
 
-def check_chunk(traced: Any, secret: Secret, rows: Any) -> None:
-    """Refuse a scan over steps in which masks are not used, and warn of what it carries along without noise."""
+def check_chunk(traced: Any, secret: Secret, rows: Any, carry: tuple[Any, ...]) -> None:
+    """Refuse a scan over steps that does not use masks, or whose optimizer records sums; warn of what else it carries.
+
+    What comes out of a chunk is all that can be looked at of its steps, so sums of losses, say, are no mistake.
+    """
     program, before = traced.jaxpr.jaxpr, len(jax.tree.leaves(secret))
     end = before + len(jax.tree.leaves(rows))
     of_mask, of_rows = _Flow(), _Flow()
     of_mask.results(program, [place == end - 1 for place in range(len(program.invars))])
-    if not of_mask.reaches_noise:
+    if not of_mask.reaches_noise and not of_mask.uses_references:
         raise ValueError(
             "advance: rows.mask does not reach the sum, so rows that no example fills count as examples; pass it on: "
             "gradient(weights, rows.data, mask=rows.mask)"
         )
     marks = of_rows.results(program, [before <= place < end for place in range(len(program.invars))])
-    if bare := _named(traced.out_info, marks):
+    bare = [path.removeprefix("[0]") for path in _named(traced.out_info, marks)]
+    saved = [f"[{place}]" for place, part in enumerate(carry) if private_states(part)]
+    if recorded := [path for path in bare if path.startswith(tuple(saved))]:
+        raise ValueError(
+            f"advance: what it returns{recorded[0]}, beside the state of privatize, depends on the data without noise; "
+            f"nothing was released. {_REMEDY}"
+        )
+    if bare or of_rows.uses_references:
+        where = bare[0] if bare else " by a mutable array (jax.new_ref)"
         warnings.warn(
-            f"advance: what it returns{bare[0]} depends on the data without noise, so it is not private: do not save "
-            f"or publish it. {_REMEDY}",
+            f"advance: what it returns{where} depends on the data without noise, so it is not private: do not save "
+            "or publish it",
             stacklevel=5,
         )
 
@@ -79,36 +128,17 @@ def check_chunk(traced: Any, secret: Secret, rows: Any) -> None:
 def refuse_bare(tree: Any) -> None:
     """Refuse a pytree with a secret, a sum, or what single examples gave in it: it would be stored with them."""
     refuse_secrets(tree)
+    for node in bare_nodes(tree):
+        raise _check.fail(
+            "tree", type(node).__name__, "has no noise, and may be neither returned by an update nor saved",
+            f"leave it out. {_REMEDY}",
+        )  # fmt: skip
+
+
+def bare_nodes(tree: Any) -> list[Any]:
+    """The sums in a tree, and what single examples gave."""
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, (Clipped, Examples)))
-    for node in nodes:
-        if isinstance(node, (Clipped, Examples)):
-            raise _check.fail(
-                "tree", type(node).__name__, "has no noise, and may be neither returned by an update nor saved",
-                f"leave it out. {_REMEDY}",
-            )  # fmt: skip
-
-
-def check_order(tree: Any) -> None:
-    """Refuse the state of a chain in which privatize is not the first."""
-    if _has_another_first(tree):
-        raise ValueError(NOT_FIRST)
-
-
-def _has_another_first(tree: Any) -> bool:
-    """Whether a state of optax that holds something comes before that of privatize, as in a chain."""
-    level = jax.tree_util.default_registry.flatten_one_level(tree)
-    if level is None or isinstance(tree, PrivateState):
-        return False
-    parts = list(tree.values() if isinstance(tree, dict) else level[0])
-    own = [place for place, part in enumerate(parts) if isinstance(part, PrivateState)]
-    return any(map(_is_recorded, parts[: own[0]])) if own else any(map(_has_another_first, parts))
-
-
-def _is_recorded(state: Any) -> bool:
-    """Whether it is a state of optax that holds something, or will; or several with such a one."""
-    if not isinstance(state, tuple):
-        return False
-    return bool(state._fields) if hasattr(state, "_fields") else any(map(_is_recorded, state))
+    return [node for node in nodes if isinstance(node, (Clipped, Examples))]
 
 
 def _named(tree: Any, marks: Marks) -> list[str]:
@@ -122,6 +152,7 @@ class _Flow:
 
     def __init__(self) -> None:
         self.reaches_noise = False
+        self.uses_references = False  # to memory that is written, which cannot be followed
 
     def results(self, program: Any, marks: Marks) -> Marks:
         """Which results depend on marked inputs, other than through the noise."""
@@ -135,6 +166,7 @@ class _Flow:
             if eqn.params.get("name") == CORE:
                 self.reaches_noise |= any(given)
             elif any(given):
+                self.uses_references |= any(type(var.aval).__name__ == "AbstractRef" for var in eqn.invars)
                 found = self._of_equation(eqn, given)
                 marked |= {var for var, mark in zip(eqn.outvars, found, strict=True) if mark}
         return [is_marked(var) for var in program.outvars]

@@ -8,12 +8,11 @@ from contextlib import contextmanager
 from bandmf.jax.clipping import Clipped
 
 _SUM = f"{Clipped.__module__}.{Clipped.__qualname__}"
-NOT_FIRST = (
+_NOT_FIRST = (
     "optimizer: the sum of clipped gradients (bandmf.jax.Clipped) reaches something other than privatize, which must "
     "be the first to see it: write optax.chain(privatize(...), optax.adam(...)), with nothing before privatize in the "
-    "chain, not even what only records (optax.monitor, optax.snapshot), as its state would hold the sum without noise, "
-    "and nothing around it (optax.MultiSteps, masked, multi_transform, apply_if_finite): batch.sum adds up the pieces "
-    "of a batch, and parameters that are not trained are left out of what clipped_gradient differentiates"
+    "chain, and nothing around it (optax.MultiSteps, masked, multi_transform, apply_if_finite): batch.sum adds up the "
+    "pieces of a batch, and parameters that are not trained are left out of what clipped_gradient differentiates"
 )
 _FLAX = (
     "optimizer: the sum of clipped gradients (bandmf.jax.Clipped) is no pytree of gradients to flax; in the function "
@@ -26,6 +25,9 @@ _FLAX_WORDS = (
     "updates='State':",
 )  # of TrainState; through nnx.Optimizer
 _CHAIN = "has to be the same in chain"  # optax's words for a state that is none of its own
+_NO_SECRET = (
+    "update: must take `secret`, and pass it on: optimizer.update(total, state, weights, secret=secret)"
+)
 _SWAPPED = (
     "state: is not that of this optimizer; run.release(update, total, weights, state) passes its arguments on in their "
     "order, and optax wants optimizer.update(total, state, weights, secret=secret)"
@@ -40,9 +42,11 @@ def explained() -> Iterator[None]:
     except (ValueError, TypeError) as error:
         text = str(error)
         if _SUM in text:
-            raise ValueError(NOT_FIRST) from error
+            raise ValueError(_NOT_FIRST) from error
         if any(words in text for words in _FLAX_WORDS):
             raise ValueError(_FLAX) from error
+        if "unexpected keyword argument 'secret'" in text:
+            raise TypeError(_NO_SECRET) from error
         if _CHAIN in text:
             raise ValueError(_SWAPPED) from error
         raise

@@ -245,7 +245,8 @@ class Run:
         self._same_everywhere("inputs of the chunk", inputs, _TOGETHER)
         end = chunk.step + chunk.count
         self._record(end, lambda ledger: ledger.reserve(chunk.step, chunk.count, inputs))
-        result, digests = program.run(secret, chunk.rows, carry)
+        results, digests = program.run(secret, chunk.rows, carry)
+        result = results[0] if program.returns_one else results
         # As one: a process that left alone would keep the others waiting.
         if not all(self._processes.gather(chunks.agreed(digests))):
             raise chunks.disagreeing()
@@ -292,7 +293,8 @@ class Run:
         if self._last is not None and not np.array_equal(np.asarray(state.digest), self._last):
             raise ValueError(
                 f"step={self.steps_taken - 1}: privatize was given another sum than run.release, so its result is NaN; "
-                "nothing may come before privatize in a chain, and release passes its total on as it is"
+                "change nothing about `total` in update (privatize divides by the batch size), and put nothing before "
+                "privatize in a chain"
             )
         self._noise.check(state, self._secrets.digest)
         return state
@@ -357,7 +359,6 @@ class Run:
             raise RuntimeError("save() in the middle of a step would lose it; save after run.release")
         dependence.refuse_bare(tree)
         self._secrets.refuse_in(tree)
-        dependence.check_order(tree)
         checkpoint.check_arrays(tree)
         state = self._state_in(tree)
         self._begin(state)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from bandmf.randomness.key import Key
 from bandmf.randomness.stream import Indices
 
 Array = jax.Array
+_JUST = 1e-3  # of a clip norm over the batch size
 _DEVIATIONS = 5  # of the batch size, that the usual piece has room for
 
 
@@ -53,12 +55,21 @@ class Source:
         key: Key,  # that random changes of examples come from
     ) -> None:
         self._loader, self.trials = Loader(data, examples, key), Trials()
-        self._examples, self._sharding = examples, sharding
+        self._examples, self._batch_size, self._sharding = examples, batch_size, sharding
         self._share = 1 if sharding is None else _shares(checked_sharding(sharding))
         if capacity is None:
             usual = batch_size + _DEVIATIONS * math.sqrt(batch_size) + 1
             capacity = min(math.ceil(usual), examples)
         self.capacity = -(-_check.whole("capacity", capacity) // self._share) * self._share
+
+    def warn_of_mean(self, alone: float, clip_norm: float | None) -> None:
+        """Where one example adds a whole clip norm over the batch size: privatize would divide once more."""
+        if clip_norm and self._batch_size > 1 and abs(alone * self._batch_size / clip_norm - 1) < _JUST:
+            warnings.warn(
+                "total: seems to be divided by the batch size, which privatize does once more, so that there is little "
+                "left beside the noise; give it the sum (with jax_privacy, leave out normalize_by)",
+                stacklevel=5,
+            )
 
     def holding(self, rows: int) -> Source:
         """The same with room for so many rows; what was learned of the data is known to both."""

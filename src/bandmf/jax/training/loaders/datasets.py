@@ -55,8 +55,9 @@ def taken(dataset: Any, indices: Indices, steps: Indices, key: Key) -> Any:
         for leaves, structure in map(jax.tree.flatten, loaded.values())
     }
     if len(kinds) > 1:
+        name = "list" if isinstance(dataset, Listed) else type(dataset).__name__
         raise _check.fail(
-            "data", type(dataset).__name__, "examples must have the same arrays, each of one shape and type",
+            "data", name, "examples must have the same arrays, each of one shape and type",
             "pad them to one length, and give numbers one type: every shape is compiled by itself",
         )  # fmt: skip
     of_jax = _mapped(lambda leaf: isinstance(leaf, jax.Array), given)
@@ -65,13 +66,13 @@ def taken(dataset: Any, indices: Indices, steps: Indices, key: Key) -> Any:
 
 
 def _mapped(function: Callable[[Any], Any], example: Any) -> Any:
-    return jax.tree.map(function, example, is_leaf=_is_list_of_numbers)
+    return jax.tree.map(function, example, is_leaf=is_list_of_numbers)
 
 
-def _is_list_of_numbers(node: Any) -> bool:
+def is_list_of_numbers(node: Any) -> bool:
     """A list that is one array, and no tree of several."""
     return isinstance(node, list) and all(
-        isinstance(each, (int, float, complex, np.generic)) or _is_list_of_numbers(each) for each in node
+        isinstance(each, (int, float, complex, np.generic)) or is_list_of_numbers(each) for each in node
     )
 
 

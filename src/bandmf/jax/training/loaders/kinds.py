@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from bandmf import _check
-from bandmf.jax.training.loaders.datasets import Listed, is_dataset
+from bandmf.jax.training.loaders.datasets import Listed, is_dataset, is_list_of_numbers
 
 _BY_INDEX = (
     "give arrays, a data set (of a loader, loader.dataset), or a function from an array of indices to the arrays of "
@@ -53,8 +53,10 @@ def checked(data: Any, examples: int) -> Any:
 
 def _listed(examples: Any, count: int) -> Listed:
     """A list of examples; refused where it may as well be one of columns, by which an example is a row of everybody."""
-    leaves = jax.tree.leaves(examples)
-    if leaves and all(_is_long(leaf, count) for leaf in leaves):
+    parts = [part for each in examples for part in jax.tree.leaves(each, is_leaf=is_list_of_numbers)]
+    if parts and all(
+        _is_long(part, count) or (isinstance(part, list) and len(part) == count) for part in parts
+    ):
         raise _check.fail(
             "len(data)", count, "is that of a list and of every array in it, which may be examples or columns",
             "stack examples, np.stack(examples), and give columns as arrays by name",
