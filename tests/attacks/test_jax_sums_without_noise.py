@@ -19,7 +19,6 @@ from bandmf.jax import Clipped, clipped_gradient, privatize
 from bandmf.jax.training import dependence
 from children import HERE, environment
 from jax_training import CLIP, EXAMPLES, Training, data, open_run
-from sweeps import in_turn
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -55,33 +54,28 @@ def one_step(training, run, update):
     return total, run.release(update, total, weights, state)
 
 
-class Called:
-    """An object that can be called, and cannot be hashed."""
-
-    __hash__ = None
-
-    def __init__(self, function):
-        self.function, self.weights = jax.jit(function), jnp.ones(3)
-
-    def __call__(self, *given, **more):
-        return self.function(*given, **more)
-
-
 WAYS = {
     "jit": jax.jit,
-    "plain": lambda function: function,
     "partial": lambda function: partial(jax.jit(function)),
-    "nnx": nnx.jit,
-    "object": Called,
+    "plain": lambda function: function,
     "wrapped": lambda function: lambda *given, secret: jax.jit(function)(*given, secret=secret),
 }
 
 
-@pytest.mark.parametrize(("name", "way"), in_turn(list(RECORDERS), list(WAYS)))
+@pytest.mark.filterwarnings("ignore:update. is no function of jax.jit")
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *((name, "jit") for name in RECORDERS),
+        ("monitor", "partial"),
+        ("snapshot", "plain"),
+        ("a chain", "wrapped"),
+    ],
+)
 def test_what_records_the_sum_before_privatize_is_refused_and_costs_nothing(name, way):
     plan = tiny.plan()
     training, run = recording(plan, name), open_run(plan)
-    with pytest.raises(ValueError, match=r"depends on the sum without noise.*put nothing before it"):
+    with pytest.raises(ValueError, match=r"put nothing before it, not even what only records"):
         one_step(training, run, WAYS[way](training._update))
     assert run.spent() == 0
     right = Training(plan)
@@ -189,33 +183,77 @@ def test_the_sum_is_followed_under_any_name():
     assert run.spent() == 0
 
 
-def test_an_update_that_cannot_be_traced_is_warned_of():
+@pytest.mark.parametrize("way", ["plain", "wrapped"])
+def test_an_update_that_is_not_jitted_is_warned_of_and_called_once(way):
     plan = tiny.plan()
-    training, run = Training(plan), open_run(plan)
+    training, run, calls = Training(plan), open_run(plan), []
 
     def update(total, weights, state, secret):
-        assert float(weights["bias"][0]) < 100
-        return training._update(total, weights, state, secret)
+        calls.append(type(weights["bias"]))  # what it stores must not be a part of a trace
+        return training.update(total, weights, state, secret=secret)
 
-    with pytest.warns(UserWarning, match=r"update: cannot be traced .*jit it"):
-        one_step(training, run, update)
+    function = update if way == "plain" else nnx.jit(training._update)
+    with pytest.warns(UserWarning, match=r"update: is no function of jax\.jit"):
+        one_step(training, run, function)
+    assert run.steps_taken == 1
+    assert calls == ([type(jnp.zeros(1))] if way == "plain" else [])
+
+
+def test_a_jitted_update_is_right_without_jit_too():
+    plan = tiny.plan()
+    training, run = Training(plan), open_run(plan)
+    with jax.disable_jit():
+        one_step(training, run, training.update)
     assert run.steps_taken == 1
 
 
-def test_functions_that_are_made_anew_are_not_kept():
-    """Each would hold the weights that it was made with."""
+def test_numbers_among_the_arguments_and_new_functions_take_no_new_look(monkeypatch):
     plan = tiny.plan()
     training, run = Training(plan), open_run(plan)
+    looks, look = [], dependence._check_results
+    monkeypatch.setattr(dependence, "_check_results", lambda *given: (looks.append(1), look(*given)))
+    update = jax.jit(
+        lambda total, weights, state, rate, secret: training._update(total, weights, state, secret)
+    )
     weights, state = training.begin()
     for batch in run.batches(data()):
         total = training.sum(batch, weights)
-        update = partial(
-            lambda total, state, secret, own: training._update(total, own, state, secret), own=weights
-        )
-        weights, state = run.release(update, total, state)
-        if run.steps_taken == 5:
+        weights, state = run.release(partial(update), total, weights, state, 0.1 * batch.step)
+        if run.steps_taken == 4:
             break
-    assert len(run._updates._known) == 1
+    assert len(looks) == 1
+
+
+@pytest.mark.parametrize(
+    "case", ["a static keyword", "a shape", "a function", "nothing that was there before"]
+)
+def test_another_program_of_a_function_is_looked_at(case):
+    plan = tiny.plan()
+    training, run = Training(plan), open_run(plan)
+
+    @partial(jax.jit, static_argnames=("log", "function"))
+    def update(total, weights, state, more=None, *, log=0, function=None, secret):
+        weights, state = training._update(total, weights, state, secret)
+        logs = log > 1 or function is not None or (more is not None and more.size > 1)
+        return weights, state, norm(total.total) if logs else 0.0
+
+    first, second = {
+        "a static keyword": (partial(update, log=1), partial(update, log=2)),
+        "a shape": (update, update),
+        "a function": (update, partial(update, function=print)),
+        "nothing that was there before": (update, update),
+    }[case]
+    more = {"a shape": [jnp.zeros(1)]}.get(case, [])
+    weights, state = training.begin()
+    for batch in run.batches(data()):
+        total = training.sum(batch, weights)
+        if batch.step:
+            with pytest.raises(ValueError, match=r"what it returns\[2\] depends on the sum"):
+                run.release(
+                    second, total, weights, state, *([jnp.zeros(2)] if "there" in case or more else [])
+                )
+            break
+        weights, state, _ = run.release(first, total, weights, state, *more)
 
 
 def test_sums_and_what_single_examples_gave_are_not_saved(tmp_path):

@@ -146,7 +146,7 @@ class Piece:
         return 2
 
     def __getitem__(self, place: int) -> Any:
-        return self.data if place in (0, -2) else (self.data, self.mask)[place]
+        return self.data if place in (0, -2) else tuple(self)[place]
 
     def tree_flatten(self) -> tuple[tuple[Any, Array], None]:
         """Into what jit is given."""

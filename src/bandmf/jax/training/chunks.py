@@ -48,6 +48,7 @@ class Program(NamedTuple):
     run: Callable[..., Any]
     identity: bytes
     returns_one: bool  # in place of a tuple
+    advance: Callable[..., Any]
 
 
 class Programs:
@@ -68,7 +69,7 @@ class Programs:
         given = (secret, chunk.rows, carry)
         leaves, structure = jax.tree.flatten(given)
         kinds = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in map(jnp.asarray, leaves))
-        known = advance, structure, kinds
+        known = _hashable(advance), structure, kinds
         if known not in self._known:
             scan = Scan(advance)
             traced = jax.jit(scan, donate_argnums=2).trace(*given)
@@ -76,8 +77,17 @@ class Programs:
             dependence.check_chunk(traced, secret, chunk.rows, carry)
             lowered = traced.lower()
             identity = _digest(lowered.as_text(), constants(traced.jaxpr))
-            self._known[known] = Program(lowered.compile(), identity, scan.returns_one)
+            self._known[known] = Program(lowered.compile(), identity, scan.returns_one, advance)
         return self._known[known]
+
+
+def _hashable(function: Callable[..., Any]) -> Any:
+    """What stands for it: itself, as methods are new objects each time; or its number, if it is held."""
+    try:
+        hash(function)
+    except TypeError:
+        return id(function)
+    return function
 
 
 def _digest(text: str, values: Iterable[Any]) -> bytes:
@@ -160,18 +170,17 @@ class Scan:
     def __call__(self, secret: Secret, rows: Rows, carry: tuple[Any, ...]) -> tuple[Any, Array]:
         def step(carry: tuple[Any, ...], given: tuple[Rows, Array]) -> tuple[Any, Array]:
             own, ahead = given
-            result = self._in_tuple(
-                self._advance(own, *carry, secret=secret.at(secret.step + ahead)), len(carry)
-            )
+            result = self._in_tuple(self._advance(own, *carry, secret=secret.at(secret.step + ahead)), carry)
             (state,) = private_states(result)
             return result, state.digest
 
         return lax.scan(step, carry, (rows, jnp.arange(len(rows.mask), dtype=jnp.int32)))
 
-    def _in_tuple(self, result: Any, count: int) -> tuple[Any, ...]:
+    def _in_tuple(self, result: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         """What an advance returned, like what it was given; one value may stand for itself."""
-        self.returns_one = count == 1 and not isinstance(result, tuple)
+        kind: Any = jax.tree.structure(result)
+        self.returns_one = len(carry) == 1 and kind == jax.tree.structure(carry[0])
         result = (result,) if self.returns_one else result
-        if not isinstance(result, tuple) or len(result) != count:
-            raise ValueError(f"advance: must return a tuple of {count}, as it was given after the rows")
+        if not isinstance(result, tuple) or len(result) != len(carry):
+            raise ValueError(f"advance: must return a tuple of {len(carry)}, as it was given after the rows")
         return result

@@ -6,6 +6,7 @@ it; but its state then holds the sum without noise, and would be saved with the 
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,83 +16,123 @@ import numpy as np
 
 from bandmf import _check
 from bandmf.jax.clipping import Clipped, Examples
-from bandmf.jax.privatize import CORE, private_states
+from bandmf.jax.privatize import CORE, PrivateState, private_states
 from bandmf.jax.secret import Secret, refuse_secrets
 from bandmf.jax.tracing import constants, inside
-from bandmf.jax.training.trials.functions import identity
 
 _REMEDY = (
     "privatize must be the first to see a sum: put nothing before it, not even what only records (optax.monitor, "
     "optax.snapshot)"
 )
+_JITTED = type(jax.jit(lambda: None))
+_MOST = 64  # programs that are remembered
 Marks = list[bool]  # of the inputs or results of a program, in their order
+_arrays: set[type] = (
+    set()
+)  # the types that were seen: to ask JAX of each of hundreds of leaves takes its time
+
+
+def _is_array(leaf: Any) -> bool:
+    is_array = type(leaf) in _arrays or isinstance(leaf, (jax.Array, np.ndarray))
+    if is_array:
+        _arrays.add(type(leaf))
+    return is_array
 
 
 class Updates:
-    """The functions that a run was given to call; each is looked at once, before the ledger counts a step.
-
-    They are told apart by their code and by what is no array among their arguments: switches may be static.
-    """
+    """The functions that a run calls: each program of theirs is looked at before the ledger counts a step of it."""
 
     def __init__(self) -> None:
-        self._known: set[Any] = set()
-        self._last: tuple[Any, ...] = ()
+        self._known: dict[int, Any] = {}  # programs, by their number
+        self._last: tuple[Any, ...] = ()  # the function, and what decides which program of it is used
+        self._has_warned = False
 
     def check(
         self, update: Callable[..., Any], total: Any, arguments: tuple[Any, ...], secret: Secret
     ) -> None:
-        """Refuse one that returns something of the sum that is not noise and sum together."""
-        leaves, structure = jax.tree.flatten((total, arguments))
-        switches = [repr(leaf) for leaf in leaves if not isinstance(leaf, (jax.Array, np.ndarray))]
-        if self._last == (id(update), structure, switches):
+        """Refuse one that returns something of the sum that is not noise and sum together.
+
+        Only of `jax.jit` it is known what runs: a function that is not jitted may do something else each time, and to
+        trace it could leave traces in what it stores.
+        """
+        function: Any = update
+        given, named = (total, *arguments), dict[str, Any]()
+        while isinstance(function, functools.partial):
+            function, given, named = function.func, (*function.args, *given), {**function.keywords, **named}
+        if not isinstance(function, _JITTED):
+            self._look_from_outside(arguments)
             return
-        self._last = ()
-        known = identity(update), structure, tuple(switches)
-        if known not in self._known:
-            _check_results(update, total, arguments, secret)
-            self._known.add(known)
-        self._held = update  # or another function could have its number
-        self._last = id(update), structure, switches
+        leaves, structure = jax.tree.flatten((given, named))
+        kinds = [(leaf.shape, leaf.dtype) if _is_array(leaf) else leaf for leaf in leaves]
+        if self._last and self._last[0] is function and self._last[1:] == (structure, kinds):
+            return
+        with jax.disable_jit(False):
+            traced = function.trace(*given, **named, secret=secret)
+        if id(traced.jaxpr) not in self._known:
+            _check_results(traced, given, {**named, "secret": secret}, (total, bare_nodes((given, named))))
+            self._known = {**dict(list(self._known.items())[1 - _MOST :]), id(traced.jaxpr): traced.jaxpr}
+        self._last = function, structure, kinds
 
-
-def _check_results(
-    update: Callable[..., Any], total: Any, arguments: tuple[Any, ...], secret: Secret
-) -> None:
-    """Trace it, and follow the sum, wherever it is among what goes in."""
-    leaves, structure = jax.tree.flatten((total, arguments))
-    sums = jax.tree.leaves((total, bare_nodes(arguments)))
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray))]
-
-    def called(secret: Secret, *arrays: Any) -> Any:
-        whole = list(leaves)  # what is no array may be static
-        for place, array in zip(places, arrays, strict=True):
-            whole[place] = array
-        own, others = jax.tree.unflatten(structure, whole)
-        return update(own, *others, secret=secret)
-
-    try:
-        traced = jax.jit(called).trace(secret, *[leaves[place] for place in places])
-    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
+    def _look_from_outside(self, arguments: tuple[Any, ...]) -> None:
+        """What can be told of a function that is not jitted."""
+        if self._has_warned:
+            return
+        if any(map(_has_another_first, arguments)):
+            raise ValueError(f"optimizer: another transformation comes before privatize. {_REMEDY}")
+        self._has_warned = True
         warnings.warn(
-            f"update: cannot be traced ({type(error).__name__}), so bandmf cannot see whether it returns something of "
-            "the sum without noise; jit it",
-            stacklevel=4,
+            "update: is no function of jax.jit, so bandmf cannot see whether it returns something of the sum without "
+            "noise; give run.release the jitted function itself",
+            stacklevel=5,
         )
-        return
-    marks = [False] * len(jax.tree.leaves(secret))
-    marks += [any(leaves[place] is each for each in sums) for place in places]
-    flow = _Flow()
-    bare = _named(traced.out_info, flow.results(traced.jaxpr.jaxpr, marks))
+
+
+def _has_another_first(tree: Any) -> bool:
+    """Whether, in the state of a chain, one of optax that holds something comes before that of privatize."""
+    level = jax.tree_util.default_registry.flatten_one_level(tree)
+    if level is None or isinstance(tree, PrivateState):
+        return False
+    parts = list(tree.values() if isinstance(tree, dict) else level[0])
+    own = next((place for place, part in enumerate(parts) if private_states(part)), None)
+    if own is None:
+        return False
+    is_chain = type(tree) in (tuple, dict)
+    return (is_chain and any(map(_is_of_optax, parts[:own]))) or _has_another_first(parts[own])
+
+
+def _is_of_optax(state: Any) -> bool:
+    if type(state) is tuple:
+        return any(map(_is_of_optax, state))
+    return type(state).__module__.split(".")[0] == "optax" and bool(getattr(state, "_fields", ()))
+
+
+def _check_results(traced: Any, given: tuple[Any, ...], named: dict[str, Any], bare: Any) -> None:
+    """Follow the sums, wherever they are among what goes in."""
+    sums, flow = jax.tree.leaves(bare), _Flow()
+    marks = [any(leaf is each for each in sums) for leaf in _dynamic(traced, given, named)]
+    shown = _named(traced.out_info, flow.results(traced.jaxpr.jaxpr, marks))
     if any(const is each for const in constants(traced.jaxpr) for each in sums):
-        bare = [" (it closes over the sum)"]
+        shown = [" (it closes over the sum)"]
     if flow.uses_references:
-        bare = [" by a mutable array (jax.new_ref)"]
-    if bare:
+        shown = [" by a mutable array (jax.new_ref)"]
+    if shown:
         raise ValueError(
-            f"update: what it returns{bare[0]} depends on the sum without noise, so it is not private, and nothing was "
-            f"released. {_REMEDY}; and return nothing that is computed from `total` itself: look at norms and losses "
-            "outside of update, and do not publish them"
+            f"update: what it returns{shown[0]} depends on the sum without noise, so it is not private, and nothing "
+            f"was released. {_REMEDY}; and return nothing that is computed from `total` itself: look at norms and "
+            "losses outside of update, and do not publish them"
         )
+
+
+def _dynamic(traced: Any, given: tuple[Any, ...], named: dict[str, Any]) -> list[Any]:
+    """The leaves of arguments that are not static, in the order of the program's inputs."""
+    by_place, by_name = traced.args_info
+    kept, waiting = [], list(by_place)
+    for argument in given:  # static ones are not among them
+        kind: Any = jax.tree.structure(argument)
+        if waiting and kind == jax.tree.structure(waiting[0]):
+            kept.append(argument)
+            waiting.pop(0)
+    return jax.tree.leaves((tuple(kept), {name: named[name] for name in by_name}))
 
 
 def check_chunk(traced: Any, secret: Secret, rows: Any, carry: tuple[Any, ...]) -> None:
