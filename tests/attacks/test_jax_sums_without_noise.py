@@ -224,6 +224,68 @@ def test_numbers_among_the_arguments_and_new_functions_take_no_new_look(monkeypa
     assert len(looks) == 1
 
 
+class Trainer:
+    """With a jitted method, which returns the norm of the sum."""
+
+    def __init__(self, training):
+        self.training = training
+
+    @partial(jax.jit, static_argnums=(0, 2))
+    def update(self, total, name, raw, weights, state, secret):
+        return *self.training._update(total, weights, state, secret), norm(raw)
+
+
+def test_jitted_methods_and_static_texts_before_a_sum_are_looked_at():
+    plan = tiny.plan()
+    training, run = Training(plan), open_run(plan)
+    weights, state = training.begin()
+    total = training.sum(next(run.batches(data())), weights)
+    with pytest.raises(ValueError, match=r"what it returns\[2\] depends on the sum"):
+        run.release(Trainer(training).update, total, "norm", total.total["bias"], weights, state)
+    assert run.spent() == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.release(Trainer(training).update, total, "norm", jnp.zeros(1), weights, state)
+
+
+def test_words_of_the_secret_are_not_returned():
+    plan = tiny.plan()
+    training, run = Training(plan), open_run(plan)
+
+    @jax.jit
+    def update(total, weights, state, secret):
+        return *training._update(total, weights, state, secret), secret.noise_key + 1
+
+    with pytest.raises(ValueError, match=r"secret: is in what is returned\[2\]"):
+        one_step(training, run, update)
+
+    def advance(rows, weights, state, words, secret):
+        return *training.advance(rows, weights, state, secret), secret.noise_key
+
+    with pytest.raises(ValueError, match=r"secret: is in what is returned\[0\]\[2\]"):
+        run.release_chunk(advance, chunk_of(run), *training.begin(), jnp.zeros(8, jnp.uint32))
+    assert run.spent() == 0
+
+
+def test_the_same_program_is_looked_at_again_where_a_sum_goes_in_elsewhere():
+    plan = tiny.plan()
+    training, run = Training(plan), open_run(plan)
+
+    @jax.jit
+    def update(total, weights, state, other, secret):
+        return *training._update(total, weights, state, secret), norm(other)
+
+    weights, state = training.begin()
+    for batch in run.batches(data()):
+        total = training.sum(batch, weights)
+        if batch.step:
+            with pytest.raises(ValueError, match=r"what it returns\[2\] depends on the sum"):
+                run.release(update, total, weights, state, total.total)
+            break
+        zeros = jax.tree.map(jnp.zeros_like, weights)
+        weights, state, _ = run.release(update, total, weights, state, zeros)
+
+
 @pytest.mark.parametrize(
     "case", ["a static keyword", "a shape", "a function", "nothing that was there before"]
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import jax
@@ -27,9 +28,8 @@ _REMEDY = (
 _JITTED = type(jax.jit(lambda: None))
 _MOST = 64  # programs that are remembered
 Marks = list[bool]  # of the inputs or results of a program, in their order
-_arrays: set[type] = (
-    set()
-)  # the types that were seen: to ask JAX of each of hundreds of leaves takes its time
+# The types that were seen: to ask JAX of each of hundreds of leaves takes its time.
+_arrays: set[type] = set()
 
 
 def _is_array(leaf: Any) -> bool:
@@ -39,11 +39,15 @@ def _is_array(leaf: Any) -> bool:
     return is_array
 
 
+def _kind(array: Any) -> tuple[Any, ...]:
+    return array.shape, array.dtype, getattr(array, "weak_type", False)
+
+
 class Updates:
     """The functions that a run calls: each program of theirs is looked at before the ledger counts a step of it."""
 
     def __init__(self) -> None:
-        self._known: dict[int, Any] = {}  # programs, by their number
+        self._known: dict[Any, Any] = {}  # programs, by their number and by where a sum goes in
         self._last: tuple[Any, ...] = ()  # the function, and what decides which program of it is used
         self._has_warned = False
 
@@ -57,21 +61,27 @@ class Updates:
         """
         function: Any = update
         given, named = (total, *arguments), dict[str, Any]()
-        while isinstance(function, functools.partial):
+        while isinstance(function, (functools.partial, MethodType)):
+            if isinstance(function, MethodType):
+                function, given = function.__func__, (function.__self__, *given)
+                continue
             function, given, named = function.func, (*function.args, *given), {**function.keywords, **named}
         if not isinstance(function, _JITTED):
             self._look_from_outside(arguments)
             return
         leaves, structure = jax.tree.flatten((given, named))
-        kinds = [(leaf.shape, leaf.dtype) if _is_array(leaf) else leaf for leaf in leaves]
-        if self._last and self._last[0] is function and self._last[1:] == (structure, kinds):
+        kinds = [_kind(leaf) if _is_array(leaf) else (type(leaf), leaf) for leaf in leaves]
+        own = set(map(id, jax.tree.leaves((total, bare_nodes((given, named))))))
+        sums = tuple(place for place, leaf in enumerate(leaves) if id(leaf) in own)
+        if self._last and self._last[0] is function and self._last[1:] == (structure, kinds, sums):
             return
         with jax.disable_jit(False):
             traced = function.trace(*given, **named, secret=secret)
-        if id(traced.jaxpr) not in self._known:
-            _check_results(traced, given, {**named, "secret": secret}, (total, bare_nodes((given, named))))
-            self._known = {**dict(list(self._known.items())[1 - _MOST :]), id(traced.jaxpr): traced.jaxpr}
-        self._last = function, structure, kinds
+        known = id(traced.jaxpr), sums
+        if known not in self._known:
+            _check_results(traced, given, {**named, "secret": secret}, own)
+            self._known = {**dict(list(self._known.items())[1 - _MOST :]), known: traced.jaxpr}
+        self._last = function, structure, kinds, sums
 
     def _look_from_outside(self, arguments: tuple[Any, ...]) -> None:
         """What can be told of a function that is not jitted."""
@@ -106,12 +116,14 @@ def _is_of_optax(state: Any) -> bool:
     return type(state).__module__.split(".")[0] == "optax" and bool(getattr(state, "_fields", ()))
 
 
-def _check_results(traced: Any, given: tuple[Any, ...], named: dict[str, Any], bare: Any) -> None:
-    """Follow the sums, wherever they are among what goes in."""
-    sums, flow = jax.tree.leaves(bare), _Flow()
-    marks = [any(leaf is each for each in sums) for leaf in _dynamic(traced, given, named)]
+def _check_results(traced: Any, given: tuple[Any, ...], named: dict[str, Any], sums: set[int]) -> None:
+    """Follow the sums, arrays with these numbers, wherever they are among what goes in."""
+    flow, leaves = _Flow(), _dynamic(traced, given, named)
+    marks = [id(leaf) in sums for leaf in leaves]
+    secrets = set(map(id, jax.tree.leaves(named["secret"])))
+    _refuse_secret(traced, [id(leaf) in secrets for leaf in leaves])
     shown = _named(traced.out_info, flow.results(traced.jaxpr.jaxpr, marks))
-    if any(const is each for const in constants(traced.jaxpr) for each in sums):
+    if any(id(const) in sums for const in constants(traced.jaxpr)):
         shown = [" (it closes over the sum)"]
     if flow.uses_references:
         shown = [" by a mutable array (jax.new_ref)"]
@@ -123,16 +135,32 @@ def _check_results(traced: Any, given: tuple[Any, ...], named: dict[str, Any], b
         )
 
 
+def _refuse_secret(traced: Any, marks: Marks) -> None:
+    """Refuse a program that returns something of the secret, where these of its inputs are of it."""
+    if shown := _named(traced.out_info, _Flow().results(traced.jaxpr.jaxpr, marks)):
+        raise ValueError(
+            f"secret: is in what is returned{shown[0]}; with it anyone can take the noise off: give it to "
+            "optimizer.update, and to nothing else"
+        )
+
+
 def _dynamic(traced: Any, given: tuple[Any, ...], named: dict[str, Any]) -> list[Any]:
     """The leaves of arguments that are not static, in the order of the program's inputs."""
     by_place, by_name = traced.args_info
     kept, waiting = [], list(by_place)
     for argument in given:  # static ones are not among them
         kind: Any = jax.tree.structure(argument)
-        if waiting and kind == jax.tree.structure(waiting[0]):
+        alike = waiting and kind == jax.tree.structure(waiting[0])
+        if alike and all(map(_may_be, jax.tree.leaves(argument), jax.tree.leaves(waiting[0]))):
             kept.append(argument)
             waiting.pop(0)
     return jax.tree.leaves((tuple(kept), {name: named[name] for name in by_name}))
+
+
+def _may_be(leaf: Any, info: Any) -> bool:
+    """Whether a leaf is what a program says of its input; a text or a function is static."""
+    is_number = isinstance(leaf, (int, float, complex, np.generic))
+    return (is_number or _is_array(leaf)) and np.shape(leaf) == info.shape
 
 
 def check_chunk(traced: Any, secret: Secret, rows: Any, carry: tuple[Any, ...]) -> None:
@@ -141,6 +169,7 @@ def check_chunk(traced: Any, secret: Secret, rows: Any, carry: tuple[Any, ...]) 
     What comes out of a chunk is all that can be looked at of its steps, so sums of losses, say, are no mistake.
     """
     program, before = traced.jaxpr.jaxpr, len(jax.tree.leaves(secret))
+    _refuse_secret(traced, [place < before for place in range(len(program.invars))])
     end = before + len(jax.tree.leaves(rows))
     of_mask, of_rows = _Flow(), _Flow()
     of_mask.results(program, [place == end - 1 for place in range(len(program.invars))])
@@ -155,7 +184,7 @@ def check_chunk(traced: Any, secret: Secret, rows: Any, carry: tuple[Any, ...]) 
     if recorded := [path for path in bare if path.startswith(tuple(saved))]:
         raise ValueError(
             f"advance: what it returns{recorded[0]}, beside the state of privatize, depends on the data without noise; "
-            f"nothing was released. {_REMEDY}"
+            f"nothing was released: carry it as a value of its own, and do not save it. {_REMEDY}"
         )
     if bare or of_rows.uses_references:
         where = bare[0] if bare else " by a mutable array (jax.new_ref)"
