@@ -88,7 +88,10 @@ class Updates:
         if self._has_warned:
             return
         if any(map(_has_another_first, arguments)):
-            raise ValueError(f"optimizer: another transformation comes before privatize. {_REMEDY}")
+            raise ValueError(
+                "optimizer: another transformation comes before privatize; write optax.chain(privatize(...), "
+                f"optax.adam(...)). {_REMEDY}"
+            )
         self._has_warned = True
         warnings.warn(
             "update: is no function of jax.jit, so bandmf cannot see whether it returns something of the sum without "
