@@ -477,7 +477,7 @@ def test_a_secret_that_is_returned_or_saved_is_refused(jitted, tmp_path):
         return *training._update(total, weights, state, secret), secret
 
     batch = next(run.batches(data()))
-    with pytest.raises(ValueError, match="secret: is (among what the update returns|in what is returned)"):
+    with pytest.raises(ValueError, match=r"secret: is (among what the update returns|in what is returned)"):
         run.release(jax.jit(update) if jitted else update, training.sum(batch, weights), weights, state)
     again = open_run(plan)
     weights, state = training.steps(again, *training.begin(), until=1)
