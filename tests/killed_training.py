@@ -1,4 +1,4 @@
-"""Trains in child processes and kills them with SIGKILL, in chosen places and at random moments.
+"""Trains in child processes and ends them by a signal, in chosen places and at random moments.
 
     python killed_training.py FOLDER KILLS [PLAN]
 
@@ -21,13 +21,19 @@ import torch._dynamo  # which every optimizer imports: once here, not in every c
 
 from bandmf import Key, Plan, ledger
 from bandmf.ledger import checkpoints
-from bandmf.torch import make_private
+from bandmf.torch import Training
 from bandmf.torch.clipping import bookkeeping
 from bandmf.torch.training import checkpoint
-from training import same_run, simple_plan, small_data, small_model, train, weights
+from training import same_run, simple_plan, small_data, small_model, weights
 
 STEPS = 80  # so many that the kills at random moments of a fast machine come before the end
-PLACES = ["accumulation", "ledger", "released", "checkpoint", "state", "cleaning", "random"]
+PLACES = ["accumulation", "ledger", "released", "checkpoint", "state", "cleaning", "KILL", "TERM", "INT"]
+AT_RANDOM = ("KILL", "TERM", "INT")
+
+
+def losses(model, batch):
+    x, y = batch
+    return torch.nn.functional.cross_entropy(model(x), y, reduction="none")
 
 
 def run(folder):
@@ -36,15 +42,16 @@ def run(folder):
     plan = Plan.load(sys.argv[3]) if len(sys.argv) > 3 else simple_plan(steps=STEPS)
     data, model = small_data(plan.examples), small_model(dropout=0.2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    average = torch.optim.swa_utils.AveragedModel(model)
     with same_run():
-        private = make_private(
-            model, optimizer, data, plan, clip_norm=0.5, key=Key(bytes(32)),
-            criterion=torch.nn.CrossEntropyLoss(), scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9),
-            physical_batch_size=7, run_folder=folder, save_every=3,
+        training = Training(
+            model, losses, optimizer, data, plan, clip_norm=0.5, key=Key(bytes(32)),
+            scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9), micro_batch=7, folder=folder, save_every=3,
+            also={"average": average}, verify=False,
         )  # fmt: skip
-    private.resume()
-    train(private)
-    torch.save(weights(model), folder / "final.pt")
+    for _ in training:
+        average.update_parameters(model)
+    torch.save(torch.cat([weights(model), weights(average)]), folder / "final.pt")
 
 
 def die(*_):
@@ -81,23 +88,27 @@ def plant(place, after):
 
 
 def attempt(folder, place, after, seconds):
-    """One process; True if it was killed."""
+    """One process; True if a signal ended it."""
     child = os.fork()
     if child == 0:
         try:
-            if place != "random":
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            if place not in AT_RANDOM:
                 plant(place, after)
             run(folder)
+        except KeyboardInterrupt:
+            os._exit(130)
         except BaseException as error:
             print(repr(error), file=sys.stderr)
             os._exit(1)
         os._exit(0)
-    if place == "random":
+    if place in AT_RANDOM:
         time.sleep(seconds)
-        os.kill(child, signal.SIGKILL)
+        os.kill(child, getattr(signal, f"SIG{place}"))
     status = os.waitpid(child, 0)[1]
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return os.WIFSIGNALED(status)
+    ended = os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 130
+    assert ended or os.WEXITSTATUS(status) == 0
+    return ended
 
 
 def main():

@@ -9,11 +9,12 @@ from functools import wraps
 from typing import Any
 
 from bandmf import _check
+from bandmf._interrupts import uninterrupted
 
 REVEALS = (
-    "two results with the same noise reveal their difference: restart with the same code, data, learning-rate schedule "
-    "(with make_private, one given as scheduler=), machine and number of ranks, from the last checkpoint (in JAX, with "
-    "run.restore before the first step), or begin a new run in another folder; "
+    "two results with the same noise reveal their difference: restart with the same code, data, learning rates, machine "
+    "and number of ranks, and let `also=` keep whatever else the losses depend on, or begin a new run in another "
+    "folder; "
     "if nobody ever saw anything that came of the steps from {0} on, say so with ledger.withdraw({0}, statement) of "
     "this run"
 )
@@ -32,14 +33,14 @@ _REMEDY = {
 
 
 def one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Threads take turns: two that release one step would both find that it is new.
+    """Threads take turns: two that release one step would both find that it is new. Ctrl-C waits for the end.
 
-    After Ctrl-C in the middle of it the file may have a line that is not in memory: it must be read again.
+    After any other exception of that kind the file may have a line that is not in memory: it must be read again.
     """
 
     @wraps(method)
     def alone(self: Any, *given: Any) -> Any:
-        with self._lock:
+        with self._lock, uninterrupted():
             if self._interrupted:
                 raise RuntimeError("the ledger was interrupted while it wrote; open the run again to go on")
             self._interrupted = True
@@ -59,7 +60,7 @@ def check_process(opened_by: int) -> None:
     if os.getpid() != opened_by:
         raise RuntimeError(
             f"this run was opened by process {opened_by}, and this is process {os.getpid()}, a fork of it: both would "
-            "use the same noise for different sums; open the run, by make_private or Run, in the process that trains"
+            "use the same noise for different sums; construct Training in the process that trains"
         )
 
 

@@ -65,8 +65,8 @@ class LockedLines:
             self.close()
             if self._is_open_here():
                 raise RuntimeError(
-                    f"{self.path}: this process has it open already (in an earlier cell of a notebook, or another Run "
-                    "or make_private); close that one first, with close()"
+                    f"{self.path}: this process has it open already (another Training, in an earlier cell of a "
+                    "notebook, say); close that one first, with training.close()"
                 )
             raise RuntimeError(f"{self.path}: another process is running this run; wait for it or stop it")
 
@@ -94,7 +94,7 @@ class LockedLines:
         self._file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.append(first_line(self.place()))
+            self.append(first_line(self.place()))  # has a name yet, that of the draft
             if keep_as is None:
                 os.link(draft, self.path)
             else:
@@ -115,7 +115,13 @@ class LockedLines:
         """Add a line and put it on the disk."""
         if self._file is None:
             raise RuntimeError(f"{self.path}: the run was closed; open it again to go on")
-        before = os.fstat(self._file).st_size - self._torn
+        found = os.fstat(self._file)
+        if not found.st_nlink:  # what is written now would be lost, and with it what was released
+            raise RuntimeError(
+                f"{self.path}: was removed while the run was going on; what it has released is spent: restore the "
+                "folder, or begin a new run in another one"
+            )
+        before = found.st_size - self._torn
         if self._torn:
             os.ftruncate(self._file, before)
             self._torn = 0

@@ -92,7 +92,7 @@ def _make(folder: Path) -> None:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise _check.fail(
-            "run_folder", str(folder), f"cannot be made ({reason})", "give another folder"
+            "folder", str(folder), f"cannot be made ({reason})", "give another folder"
         ) from error
 
 
@@ -105,6 +105,10 @@ def _user_key(key: Key | None, folder: Path | None) -> Key:
     if folder is None:
         return Key() if key is None else key
     _refuse_remains(folder)
+    if (folder / KEY).is_symlink() and not (folder / KEY).exists():
+        raise _check.fail(
+            "folder", str(folder), "its key is a link to a file that is not there", "restore that file"
+        )
     if (folder / KEY).exists():
         stored = Key.load(folder / KEY)
         if key is not None and key != stored:

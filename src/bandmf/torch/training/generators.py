@@ -56,6 +56,25 @@ class Generators:
             self._users = None
 
     @contextmanager
+    def lent(self, purpose: str, step: int, micro_batch: int) -> Iterator[None]:
+        """All global generators are the run's in here, for the model and its losses; fails if something seeds them."""
+        before = RandomState()
+        with generators.lent():
+            secret = self.secret(purpose, step, micro_batch)
+            generators.seed(secret)
+            seed = seed_torch(secret)
+            try:
+                yield
+                if torch.initial_seed() != seed:
+                    raise RuntimeError(
+                        "torch.manual_seed was called in `losses`: with known random numbers, dropout would let one "
+                        "example change what all others contribute; draw what must be the same each time from a "
+                        "torch.Generator of its own"
+                    )
+            finally:
+                before.restore()
+
+    @contextmanager
     def loading(self, purpose: str, step: int, piece: int = 0) -> Iterator[None]:
         """All global generators are those of a batch in here; then they are what they were before."""
         before = RandomState()

@@ -1,0 +1,309 @@
+"""The batches of a plan's sampler, cut into micro-batches, shared among ranks, and loaded.
+
+Guarantees: every rank has the same number of micro-batches in a step, at least one, so that none waits for another; an
+empty share is filled with one example that counts nothing; together the shares are the batch.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
+
+from bandmf import _check
+from bandmf.planning import Plan
+from bandmf.sampling import Sampler
+from bandmf.torch.training.generators import Generators, SeededIndices, generator
+from bandmf.torch.training.ranks import Ranks
+
+Collate = Callable[[list[Any]], Any]
+_VERIFIED = 4  # examples that verify is given
+
+
+class Moved(Protocol):
+    """What can be brought to a device as a whole: tensors, batches of transformers and of PyG."""
+
+    def to(self, device: torch.device) -> Any: ...
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What this rank loads at once: `indices`, of which the first `valid` count; the rest pads."""
+
+    step: int
+    number: int  # within its step
+    indices: tuple[int, ...]
+    valid: int
+    last: bool
+
+
+class Examples:
+    """A data set, a DataLoader or a stream of (index, example), and how to load from it."""
+
+    def __init__(self, data: Any, plan: Plan, collate: Collate | None, workers: int) -> None:
+        self.options: dict[str, Any] = {}
+        if isinstance(data, DataLoader):
+            data, self.options = _taken(data, plan)
+        if collate is not None:
+            self.options["collate_fn"] = collate
+        if workers:
+            self.options["num_workers"] = workers
+        self.source = data
+        self.is_stream = isinstance(data, IterableDataset) or not hasattr(data, "__getitem__")
+        if self.is_stream and not hasattr(data, "__iter__"):
+            raise _check.fail(
+                "data", type(data).__name__, "must be a data set, a DataLoader or a stream",
+                "the order is Training(model, losses, optimizer, data, plan, ...)",
+            )  # fmt: skip
+        if self.is_stream and self.options.get("num_workers"):
+            raise _check.fail(
+                "workers", self.options["num_workers"], "must be 0: a stream is read by one process"
+            )
+
+    @property
+    def collate(self) -> Collate:
+        return self.options.get("collate_fn") or default_collate
+
+    def count(self) -> int | None:
+        """How many there are; None if the data does not say."""
+        return len(self.source) if hasattr(self.source, "__len__") else None
+
+    def some(self) -> list[Any]:
+        """A few examples for verify: the first ones, which no sampling has chosen."""
+        if self.is_stream:
+            return [example for _, example in zip(range(_VERIFIED), _examples_of(self.source), strict=False)]
+        return self.fetch(range(min(_VERIFIED, len(self.source))))
+
+    def fetch(self, indices: Any) -> list[Any]:
+        """As torch's DataLoader does it: all at once where the data set can."""
+        if hasattr(self.source, "__getitems__"):
+            return list(self.source.__getitems__(list(indices)))
+        return [self.source[index] for index in indices]
+
+    def search(self, wanted: set[int]) -> dict[int, Any]:
+        """These examples of the stream."""
+        found: dict[int, Any] = {}
+        for index, example in self.source:
+            if index in wanted:
+                found[int(index)] = example
+            if len(found) == len(wanted):
+                break
+        if wanted - found.keys():
+            raise ValueError(
+                "data: the stream ended before it gave every index; it must give all of 0 .. examples-1"
+            )
+        return found
+
+    @property
+    def is_tensors(self) -> bool:
+        """Whether nothing but indexing makes a batch, in this process."""
+        usual = {None, 0, default_collate}
+        return type(self.source) is TensorDataset and all(value in usual for value in self.options.values())
+
+
+class Batches:
+    """Loads the micro-batches of this rank, step after step."""
+
+    def __init__(
+        self,
+        examples: Examples,
+        plan: Plan,
+        sampler: Sampler,
+        ranks: Ranks,
+        generators: Generators,
+        micro_batch: int | None,
+    ) -> None:
+        self._examples, self._plan, self._sampler = examples, plan, sampler
+        self._ranks, self._generators, self._size = ranks, generators, micro_batch
+        self._loaded: Iterator[Any] | None = None
+
+    def of_step(self, step: int) -> Iterator[tuple[MicroBatch, Any]]:
+        """The micro-batches of a step with their data. Steps are asked for in order, or from anew after `forget`."""
+        if self._loaded is None:
+            self._check_length()
+            self._loaded = self._load_from(step)
+        for micro in self._cut(step):
+            yield micro, self._next(micro)
+
+    def forget(self) -> None:
+        """What was loaded ahead is of no use: a step failed, or the run went elsewhere."""
+        self._loaded = None
+
+    def _next(self, micro: MicroBatch) -> Any:
+        """What is drawn while data are loaded in this process is secret, and a function of step and micro-batch."""
+        assert self._loaded is not None
+        if self._examples.options.get("num_workers") or self._examples.is_tensors:
+            return next(self._loaded)
+        with self._generators.loading("load", micro.step, micro.number):
+            return next(self._loaded)
+
+    def _check_length(self) -> None:
+        """Fail if there are more or fewer examples than at the start: others may have moved to their places."""
+        count = self._examples.count()
+        if count is not None and count != self._sampler.examples:
+            raise _check.fail(
+                "len(data)", count, f"was {self._sampler.examples} when the run began",
+                "the data may not change during a run: an example keeps its index",
+            )  # fmt: skip
+
+    def _cut(self, step: int) -> Iterator[MicroBatch]:
+        ranks, batch = self._ranks, self._sampler.batch(step)
+        share = batch[ranks.rank :: ranks.world].tolist()
+        largest = -(-len(batch) // ranks.world)
+        size = self._size or max(1, largest)
+        count = max(1, -(-largest // size))
+        for number in range(count):
+            own = share[number * size : (number + 1) * size]
+            yield MicroBatch(step, number, tuple(own or [0]), len(own), number == count - 1)
+
+    def _ahead(self, step: int) -> Iterator[MicroBatch]:
+        for later in range(step, self._plan.steps):
+            yield from self._cut(later)
+
+    def _load_from(self, step: int) -> Iterator[Any]:
+        if self._examples.is_stream:
+            return self._from_stream(step)
+        if self._examples.is_tensors:
+            return self._from_tensors(step)
+        # Batches are functions of the step, so workers may load ahead. Each batch seeds the worker that loads it.
+        secret = self._generators.secret("workers", step)
+        batches: Any = _IndexLists(lambda: self._ahead(step), self._generators)
+        return iter(
+            DataLoader(
+                self._examples.source,
+                batch_sampler=batches,
+                generator=generator(secret),
+                **self._examples.options,
+            )
+        )
+
+    def _from_tensors(self, step: int) -> Iterator[list[torch.Tensor]]:
+        """What torch's DataLoader would give, at once and not example by example."""
+        for micro in self._ahead(step):
+            indices = torch.tensor(micro.indices)
+            yield [tensor[indices.to(tensor.device)] for tensor in self._examples.source.tensors]
+
+    def _from_stream(self, begin: int) -> Iterator[Any]:
+        """One pass over the stream collects the examples of several steps, and ends when it has them."""
+        window = steps_at_once(self._plan)
+        # From a multiple of the window on, so that a restart repeats what the stream draws.
+        for first in range(begin - begin % window, self._plan.steps, window):
+            end = min(first + window, self._plan.steps)
+            micros = [micro for step in range(first, end) for micro in self._cut(step)]
+            with self._generators.loading("stream", first):
+                found = self._examples.search({index for micro in micros for index in micro.indices})
+            for micro in micros:
+                if micro.step >= begin:
+                    yield self._examples.collate([found[index] for index in micro.indices])
+
+
+def steps_at_once(plan: Plan) -> int:
+    """Whose examples one pass over a stream collects: one turn of all parts; with bins, the root of a cycle."""
+    return plan.bands if plan.cycle is None else math.ceil(math.sqrt(plan.cycle))
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """A batch with everything that has a device on this one; containers are copied, all else is as it was."""
+    if hasattr(batch, "to") and not isinstance(batch, type):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        moved = {name: to_device(value, device) for name, value in batch.items()}
+        return moved if type(batch) is dict else type(batch)(moved)  # type: ignore[call-arg]
+    if isinstance(batch, tuple):
+        several = [to_device(value, device) for value in batch]
+        return type(batch)(*several) if hasattr(batch, "_fields") else tuple(several)
+    if isinstance(batch, list):
+        return [to_device(value, device) for value in batch]
+    if is_dataclass(batch) and not isinstance(batch, type):
+        held = {f.name: to_device(getattr(batch, f.name), device) for f in fields(batch) if f.init}
+        return replace(batch, **held)
+    return batch
+
+
+class _IndexLists:
+    """What torch's DataLoader takes as a batch sampler."""
+
+    def __init__(self, micros: Callable[[], Iterator[MicroBatch]], generators: Generators) -> None:
+        self._micros, self._generators = micros, generators
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for micro in self._micros():
+            yield SeededIndices(micro.indices, self._generators.secret("load", micro.step, micro.number))
+
+
+def _examples_of(stream: Any) -> Iterator[Any]:
+    for item in stream:
+        if not (isinstance(item, tuple) and len(item) == 2):
+            raise _check.fail("data", type(item).__name__, "a stream must give pairs (index, example)")
+        yield item[1]
+
+
+# --- a DataLoader of the user's ---------------------------------------------------------------------------
+
+_TAKEN = (
+    "collate_fn",
+    "num_workers",
+    "prefetch_factor",
+    "pin_memory",
+    "worker_init_fn",
+    "multiprocessing_context",
+)
+
+
+def _taken(loader: DataLoader[Any], plan: Plan) -> tuple[Any, dict[str, Any]]:
+    """Data set and options of a DataLoader. Its batches are the plan's, so one that chooses rows is refused."""
+    if not isinstance(loader.dataset, IterableDataset):
+        _check_whole(loader)
+    if unused := _unused(loader, plan):
+        warnings.warn(
+            f"DataLoader({', '.join(unused)}): not used; the plan draws the batches, of about {plan.batch_size:g} "
+            "examples",
+            stacklevel=4,
+        )
+    return loader.dataset, {name: getattr(loader, name) for name in _TAKEN}
+
+
+def _unused(loader: DataLoader[Any], plan: Plan) -> list[str]:
+    """What a DataLoader was told of its batches that the plan's are not like."""
+    given = {
+        "batch_size": loader.batch_size not in (None, 1, plan.batch_size) and loader.batch_size,
+        "drop_last": loader.drop_last,
+    }
+    return [f"{name}={value}" for name, value in given.items() if value]
+
+
+def _check_whole(loader: DataLoader[Any]) -> None:
+    """Fail unless the DataLoader gives each row of its data set once, one row at a time."""
+    batches = loader.batch_sampler
+    if batches is None:
+        raise _check.fail(
+            "DataLoader(batch_size=...)", None, "each item of its data set counts as one example, even one that is a "
+            "batch", "give Training a data set of single examples",
+        )  # fmt: skip
+    rows: Any = batches.sampler if type(batches) is BatchSampler else batches
+    size = len(loader.dataset)  # type: ignore[arg-type]
+    in_order = type(rows) is SequentialSampler and len(rows.data_source) == size
+    shuffled = type(rows) is RandomSampler and not rows.replacement and len(rows.data_source) == size
+    if in_order or (shuffled and rows.num_samples == size):
+        return
+    if isinstance(rows, torch.utils.data.DistributedSampler) and len(rows.dataset) == size:  # type: ignore[arg-type]
+        return  # which would have shared the rows among ranks; the plan's batches are shared as well
+    raise _check.fail(
+        "DataLoader(sampler=..., batch_sampler=...)", type(rows).__name__,
+        "which rows it takes cannot be honored: the plan draws its batches from the whole data set",
+        "give Training the data set itself, or torch.utils.data.Subset(dataset, indices) for some of its rows, and "
+        "plan with examples=len(...) of what you give",
+    )  # fmt: skip

@@ -1,0 +1,112 @@
+"""One private step: load, losses, clip, ledger, noise, optimizer, schedule.
+
+Guarantees:
+- every step of the plan releases (sum of clipped gradients + scale * noise) / batch_size, for an empty batch too, with
+  scale = clip_norm * plan.noise_scale and the plan's constant batch_size;
+- noise is added exactly once per step, and only after the ledger has the step on the disk;
+- only batches of the plan's sampler are used, each exactly once;
+- what `losses` draws from the global generators is secret, and a function of key, rank, step and micro-batch;
+- Ctrl-C waits until a step that is on the ledger has reached the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bandmf._interrupts import uninterrupted
+from bandmf.ledger import Ledger
+from bandmf.planning import Plan
+from bandmf.randomness.key import Key
+from bandmf.sampling import Sampler
+from bandmf.torch.clipping.protocol import Clipping
+from bandmf.torch.noise.engine import Engine
+from bandmf.torch.noise.precision import plain_arithmetic
+from bandmf.torch.training.data import Batches, to_device
+from bandmf.torch.training.generators import Generators
+from bandmf.torch.training.ranks import Ranks
+from bandmf.torch.training.sums import Sums
+from bandmf.torch.training.trained import Trained
+
+Losses = Callable[[nn.Module, Any], Tensor]  # one loss for each example of a batch
+
+
+class Stepper:
+    """The state of a run on this rank, and how it takes a step."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        key: Key,
+        sampler: Sampler,
+        trained: Trained,
+        losses: Losses,
+        clipping: Clipping,
+        clip_norm: float,
+        ranks: Ranks,
+    ) -> None:
+        self.plan, self.sampler, self.ranks = plan, sampler, ranks
+        self._trained, self._losses, self._clipping = trained, losses, clipping
+        self.generators = Generators(key, ranks.rank)
+        self.scale = plan.deviation(clip_norm)
+        self.engine = Engine(
+            plan.strategy,
+            key,
+            group=ranks.group,
+            check_finite=False,
+            max_vectors=plan.max_vectors,
+            kept_inputs=plan.kept_inputs,
+        )
+        self.noise = self.engine.init(trained.parameters)
+        self.sums = Sums(trained.parameters, key.derive("sums").secret)
+        self.ledger: Ledger | None = None  # on rank 0, once the run has begun
+        self.steps_released = 0  # by this run, in whatever process: what was spent
+        self.left_out = torch.zeros((), dtype=torch.int64)  # examples whose gradient was not finite
+        self.lost: int | None = None  # a step that was released and did not reach the weights
+
+    @property
+    def steps_taken(self) -> int:
+        """How many steps were released; the next one has this number."""
+        return self.noise.step
+
+    def take(self, batches: Batches) -> None:
+        """One step of the plan, one update of the model."""
+        step = self.steps_taken
+        with self._trained.in_a_step():
+            self.sums.clear()
+            for micro, data in batches.of_step(step):
+                with self.generators.lent("model", step, micro.number):
+                    own = to_device(data, self._trained.device)
+                    count = self._clipping.add_to(
+                        self.sums.views, self._losses, own, len(micro.indices), micro.valid
+                    )
+                    self.left_out = self.left_out.to(count.device) + count
+            with plain_arithmetic(), uninterrupted():
+                add_noise = self.engine.ready(self.noise, self.sums.views, self.scale)
+                self._record(step)
+                self.lost = step  # until it is applied
+                self.noise = add_noise()
+                self.ranks.sum(self.sums.flats)
+                self.sums.divide(self.plan.batch_size)
+                self._trained.update(self.sums.views, step)
+                self.lost = None
+
+    def _record(self, step: int) -> None:
+        """Put the digest of the sum on the disk; fails where a sum is not finite, or was released otherwise before."""
+        found = self.ranks.gather(self.sums.examine())
+        if not all(finite for finite, _ in found):
+            raise ValueError(
+                f"step={step}: a sum of gradients is not finite; nothing was released: look for an overflow in the loss"
+            )
+        batch, total = self.sampler.batch(step).tobytes(), b"".join(digest for _, digest in found)
+        self.ranks.on_first(lambda: self.recorded.release(step, batch, total))
+        self.steps_released = max(self.steps_released, step + 1)
+
+    @property
+    def recorded(self) -> Ledger:
+        """The ledger, which only rank 0 has."""
+        assert self.ledger is not None
+        return self.ledger

@@ -1,0 +1,391 @@
+"""bandmf.torch.Training: private training in PyTorch. The library holds model, losses, optimizer, data and schedule."""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bandmf import _check
+from bandmf._interrupts import Termination
+from bandmf.ledger.run_folder import Opened, provenance
+from bandmf.planning import Plan, checked_plan
+from bandmf.randomness.key import Key
+from bandmf.sampling import sampler_of
+from bandmf.torch.clipping import checked_mode, make_clipping
+from bandmf.torch.clipping.check import check
+from bandmf.torch.training.data import Batches, Collate, Examples
+from bandmf.torch.training.one_step import Losses, Stepper
+from bandmf.torch.training.ranks import Ranks
+from bandmf.torch.training.saving import Saved
+from bandmf.torch.training.trained import (
+    Stateful,
+    Trained,
+    checked_also,
+    checked_optimizers,
+    checked_schedules,
+)
+from bandmf.torch.training.verify import verify as verify_examples
+
+log = logging.getLogger("bandmf")
+
+_MOST_PADDING = 1.25  # times the memory limit
+_LEAST_CLIP_NORM = 1e-15  # float32 does not hold the squares of much smaller gradients
+_FINITE_EVERY = 100  # steps between two looks at the weights
+
+
+class Training:
+    """Private training of a model: one item for each update, until the plan ends.
+
+    >>> import bandmf
+    >>> data = torch.utils.data.TensorDataset(torch.randn(100, 3), torch.randn(100))
+    >>> model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+    >>> def losses(model, batch):  # one loss for each example of the batch
+    ...     x, y = batch
+    ...     return (model(x).squeeze(1) - y) ** 2
+    >>> plan = bandmf.plan(epsilon=8, delta=1e-5, examples=100, batch_size=20, steps=10, bands=2)
+    >>> training = Training(model, losses, torch.optim.SGD(model.parameters(), lr=0.1), data, plan, clip_norm=1.0)
+    >>> for step in training:
+    ...     pass  # evaluate, log, average weights: after each item the model is a released one
+    >>> step, training.finished
+    (10, True)
+
+    Args:
+        model: What is trained, in place, in the modes (train or eval) that its modules have now.
+        losses: `losses(model, batch)` gives a vector, one loss for each example of the batch. It may do anything else:
+            autocast, several passes, random draws, a frozen teacher.
+        optimizer: One or a list. What they hold is trained; everything else of the model stays as it is.
+        data: A data set, a DataLoader (its data set, collate function and workers are taken, its batches are not) or a
+            stream: an iterable that gives (index, example) for all examples, each time it is iterated.
+        plan: From `bandmf.plan`, for this many examples.
+        clip_norm: The most that one example may contribute to a step: the norm to which its gradient is clipped.
+        scheduler: Torch's, or a function from the number of steps taken to a learning rate; stepped once an update.
+        micro_batch: How many examples are in memory at once, in each process.
+        folder: Keeps key, ledger, plan and checkpoints. A folder that holds a run goes on where it was.
+        save_every: Write a checkpoint every so many steps; by default after every expected epoch.
+        also: More to save and restore: name -> object with state_dict and load_state_dict (an average of the weights, a
+            generator and its optimizer).
+        key: Your own secret, instead of a fresh random one. Each run has secrets of its own, derived from it.
+        collate: Makes a batch of a list of examples.
+        workers: Processes that load data.
+        clipping: "auto" (book-keeping) or "vmap" (torch.func over the whole loss, at its price in memory).
+        per_layer: Clip each parameter tensor on its own, to clip_norm / sqrt(number of tensors).
+        verify: Look for examples that depend on each other before the first step (`bandmf.torch.verify`).
+        moved: States once what happened to a folder that has moved: "moved" (the original is gone) or "copied" (a new
+            run from these weights, whose privacy is spent in addition).
+
+    Raises:
+        ValueError: A model, loss, optimizer or folder that cannot be trained privately, with the reason and a remedy.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        losses: Losses,
+        optimizer: Any,
+        data: Any,
+        plan: Plan,
+        *,
+        clip_norm: float,
+        scheduler: Any = None,
+        micro_batch: int | None = None,
+        folder: str | Path | None = None,
+        save_every: int | None = None,
+        also: Mapping[str, Stateful] | None = None,
+        key: Key | None = None,
+        collate: Collate | None = None,
+        workers: int = 0,
+        clipping: str = "auto",
+        per_layer: bool = False,
+        verify: bool = True,
+        moved: str | None = None,
+    ) -> None:
+        plan = checked_plan(plan)
+        clip_norm = _check.real("clip_norm", clip_norm, _LEAST_CLIP_NORM)
+        plan.deviation(clip_norm)  # refuses what float32 does not hold
+        clipping, per_layer = checked_mode(clipping), bool(per_layer)
+        micro_batch = None if micro_batch is None else _check.whole("micro_batch", micro_batch)
+        self.folder = None if folder is None else Path(folder)
+        self._save_every = _checked_saving(self.folder, save_every, plan)
+        model = _checked_model(model)
+        _check_callable("losses", losses)
+        check(model, clipping=clipping).refuse()
+        optimizers = checked_optimizers(optimizer)
+        trained = Trained(model, optimizers, checked_schedules(scheduler, optimizers), checked_also(also))
+        examples = Examples(data, plan, collate, _check.whole("workers", workers, 0))
+        ranks = Ranks(trained.parameters.values())
+        self.plan = plan = ranks.same_plan(plan)
+        ranks.same_settings({
+            "clip_norm": clip_norm, "per_layer": per_layer, "clipping": clipping, "len(data)": examples.count(),
+            "micro_batch": micro_batch, "save_every": self._save_every, "verify": bool(verify),
+        })  # fmt: skip
+        _check_memory(plan, trained, ranks)
+        _note_modes(model)
+        self._clipping = make_clipping(clipping, model, trained.parameters, clip_norm, per_layer)
+        self._verified = bool(verify)
+        if verify:
+            with trained.in_a_step():
+                verify_examples(model, losses, examples.some(), collate=examples.collate).refuse()
+        self._opened = Opened(self.folder, key, moved, ranks)
+        sampler = sampler_of(plan, self._opened.run_key, examples.count())
+        ranks.start_equal(model)
+        stepper = Stepper(
+            plan, self._opened.run_key, sampler, trained, losses, self._clipping, clip_norm, ranks
+        )
+        _check_allocated(plan, stepper)
+        self._trained, self._stepper = trained, stepper
+        self._batches = Batches(examples, plan, sampler, ranks, stepper.generators, micro_batch)
+        self._progress = _Progress(plan.steps)
+        begun = provenance(plan, self._opened.run_key, sampler, clip_norm=clip_norm, per_layer=per_layer)
+        self._begin(begun)
+        weakref.finalize(self, _Progress.end, self._progress)
+
+    def _begin(self, begun: dict[str, Any]) -> None:
+        """Begin the run, or go on with the one in the folder; a failure leaves nothing locked."""
+        stepper = self._stepper
+        self._saved = None
+        self._saved_at: int | None = None  # the step of the last checkpoint
+        try:
+            stepper.steps_released = self._opened.begin(begun, self.plan)
+            stepper.ledger = self._opened.ledger
+            if self.folder is not None:
+                self._saved = Saved(self.folder, self._opened.run_id, stepper, self._trained)
+                if self._saved.restore():
+                    self._saved_at = stepper.steps_taken
+                    log.info(
+                        "%s: goes on after step %d of %d", self.folder, self.steps_taken, self.plan.steps
+                    )
+        except BaseException:
+            self._let_go()
+            raise
+        self._progress.taken = self.steps_taken
+
+    # --- the loop -----------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[int]:
+        """1, 2, ..., plan.steps: one item, one update of the model."""
+        with Termination() as termination:
+            while not self.finished:
+                yield self.advance()
+                if any(self._stepper.ranks.gather(termination.asked)):
+                    self._save_now()
+                    termination.asked = True
+                    return
+        self._save_now()
+
+    def advance(self) -> int:
+        """One update, for loops that others own; returns the step."""
+        self._check_usable()
+        if self.finished:
+            raise RuntimeError(
+                f"all {self.plan.steps} steps of the plan were taken; a further one has no budget"
+            )
+        if self.steps_taken % self._save_every == 0:
+            self._save_now()
+        try:
+            self._stepper.take(self._batches)
+        except BaseException:
+            self._batches.forget()
+            raise
+        self._progress.taken = self.steps_taken
+        if self.steps_taken % _FINITE_EVERY == 0 or self.finished:
+            self._warn_of_weights()
+        return self.steps_taken
+
+    def _check_usable(self) -> None:
+        """Fail where the weights are not those of the steps that were released."""
+        if self._progress.closed:
+            raise RuntimeError("this run was closed; construct Training again to go on")
+        if self._stepper.lost is not None:
+            way = "construct Training again with this folder: it goes on from its last checkpoint"
+            if self.folder is None:
+                way = "without a folder it cannot go on; what it has released is spent"
+            raise RuntimeError(
+                f"step={self._stepper.lost + 1}: was released, but an error kept it from the weights; {way}"
+            )
+
+    def _warn_of_weights(self) -> None:
+        if not self._trained.is_finite():
+            log.warning(
+                "step %d: weights are not finite any more; lower the learning rate, or look at the loss",
+                self.steps_taken,
+            )
+
+    # --- what it knows ------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module:
+        """What is trained."""
+        return self._trained.model
+
+    @property
+    def steps_taken(self) -> int:
+        """How many updates the model has had."""
+        return self._stepper.steps_taken
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps of the plan were taken."""
+        return self.steps_taken >= self.plan.steps
+
+    def spent(self) -> float:
+        """The epsilon of all steps that the run has released, in this process or before, at the plan's delta.
+
+        A run that goes on from a copy (`moved="copied"`) adds what its ancestors had released when they were copied.
+        """
+        return self._opened.spent(self.plan, self._stepper.steps_released)
+
+    def non_finite_examples(self) -> int:
+        """How often an example had a gradient that is not finite, and counted nothing, on this rank.
+
+        The number depends on the data and has no noise: look at it, but do not publish it.
+        """
+        return int(self._stepper.left_out)
+
+    def explain(self) -> str:
+        """How this run clips, whether its examples were verified, and the plan."""
+        what = "that examples do not depend on each other"
+        looked = (
+            f"Verified on a few examples: {what}."
+            if self._verified
+            else f"verify=False: nothing looked {what}."
+        )
+        return f"Clipping: {self._clipping.explain()}.\n{looked}\n{self.plan.explain()}"
+
+    def __repr__(self) -> str:
+        plan, folder = self.plan, None if self.folder is None else str(self.folder)
+        return (
+            f"Training({type(self.model).__name__}: step {self.steps_taken} of {plan.steps}, "
+            f"epsilon={plan.epsilon:g} at delta={plan.delta:g}, folder={folder!r})"
+        )
+
+    # --- its folder ---------------------------------------------------------------------------------------
+
+    def save(self) -> Path:
+        """Write a checkpoint into the folder now, all of it or nothing."""
+        if self._saved is None:
+            raise _check.fail("folder", None, "there is nowhere to save", "give Training a folder")
+        self._check_usable()
+        path = self._saved.save()
+        self._saved_at = self.steps_taken
+        return path
+
+    def _save_now(self) -> None:
+        if self._saved is not None and self._saved_at != self.steps_taken:
+            self.save()
+
+    def close(self) -> None:
+        """Save what was not saved, and let another process have the run; says so if the plan has not ended."""
+        if self._progress.closed:
+            return
+        try:
+            if self._stepper.lost is None:
+                self._save_now()
+        finally:
+            self._progress.end()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._opened.ledger is not None:
+            self._opened.ledger.close()
+
+    def __enter__(self) -> Training:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:  # in the middle of the loop's body: what it does after a step may be half done
+            self._progress.end()
+            self._let_go()
+
+
+@dataclass
+class _Progress:
+    """How far a run is, for the one sentence at its end."""
+
+    steps: int
+    taken: int = 0
+    closed: bool = False
+
+    def end(self) -> None:
+        if not self.closed and self.taken < self.steps:
+            log.warning(
+                "the run ended after step %d of %d: the noise was planned for all of them",
+                self.taken,
+                self.steps,
+            )
+        self.closed = True
+
+
+# --- arguments --------------------------------------------------------------------------------------------
+
+
+def _checked_model(model: Any) -> nn.Module:
+    if isinstance(model, DistributedDataParallel):
+        model = model.module  # the library adds up over the ranks, after clipping
+    if not isinstance(model, nn.Module):
+        raise _check.fail(
+            "model", type(model).__name__, "must be a torch.nn.Module",
+            "the order is Training(model, losses, optimizer, data, plan, ...)",
+        )  # fmt: skip
+    return model
+
+
+def _check_callable(name: str, value: Callable[..., Any]) -> None:
+    if not callable(value) or isinstance(value, nn.Module | torch.optim.Optimizer):
+        raise _check.fail(
+            name, type(value).__name__, "must be a function losses(model, batch) that gives one loss for each example",
+            'such as: lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none")',
+        )  # fmt: skip
+
+
+def _checked_saving(folder: Path | None, save_every: int | None, plan: Plan) -> int:
+    if save_every is not None and folder is None:
+        raise _check.fail("save_every", save_every, "there is nowhere to save", "give Training a folder")
+    if save_every is not None:
+        return _check.whole("save_every", save_every)
+    expected = plan.steps if plan.examples is None else plan.examples / plan.batch_size
+    return max(1, min(plan.steps, math.ceil(expected)))
+
+
+def _note_modes(model: nn.Module) -> None:
+    """A pretrained model comes in eval mode, which silently turns dropout off."""
+    if not model.training and any(isinstance(each, nn.Dropout) and each.p for each in model.modules()):
+        log.warning(
+            "model: is in eval mode, so it is trained without dropout; call model.train() before Training if that is "
+            "not meant"
+        )
+
+
+def _check_memory(plan: Plan, trained: Trained, ranks: Ranks) -> None:
+    """What the plan says of the noise's memory must be true of this model and these ranks."""
+    count = sum(parameter.numel() for parameter in trained.parameters.values())
+    if plan.parameters is not None and plan.parameters != count:
+        raise _check.fail("plan.parameters", plan.parameters, f"the model has {count} trainable parameters")
+    if plan.memory_limit is not None and plan.devices > ranks.world:
+        raise _check.fail(
+            "plan.devices",
+            plan.devices,
+            f"the noise is shared by {ranks.world} ranks, so it needs more memory",
+        )
+
+
+def _check_allocated(plan: Plan, stepper: Stepper) -> None:
+    """Many tiny tensors are padded to more than they hold: that must not pass the plan's limit by much."""
+    vectors = [executor.vectors for executor in stepper.noise.executors.values()]
+    held = sum(each.history.nbytes + each.prepared.nbytes for each in vectors)
+    if plan.memory_limit is not None and held > _MOST_PADDING * plan.memory_limit:
+        raise _check.fail(
+            "plan.memory_limit", plan.memory_limit,
+            f"the noise of this model takes {held} bytes, as each of its many small tensors is padded",
+            "plan with fewer bands, or a larger memory=",
+        )  # fmt: skip
