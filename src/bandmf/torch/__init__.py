@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from bandmf.torch.clipping.check import check
     from bandmf.torch.huggingface.trainer import PrivateTrainer
     from bandmf.torch.training.make_private import Private, make_private
+    from bandmf.torch.training.training import Training
 
 __all__ = [
     "Engine",
     "Private",
     "PrivateTrainer",
     "State",
+    "Training",
     "broadcast_key",
     "check",
     "clipping",
@@ -31,6 +33,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in ("Private", "make_private"):  # on first use: the noise engine alone does not need Opacus
         return getattr(import_module("bandmf.torch.training.make_private"), name)
+    if name == "Training":
+        return import_module("bandmf.torch.training.training").Training
     if name in ("clipping", "losses"):
         return import_module(f"bandmf.torch.{name}")
     if name == "check":
