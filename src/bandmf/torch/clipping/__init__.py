@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
+from typing import Any
 
-from torch import nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
 
 from bandmf import _check
 from bandmf._deprecated import warn
 from bandmf.torch.clipping.bookkeeping import Bookkeeping
 from bandmf.torch.clipping.contributions import Outer, Rows
 from bandmf.torch.clipping.protocol import Clipping, Parameters
-from bandmf.torch.clipping.refusals import UnsupportedError, refuse_mixing, refuse_shared_memory, suspects
+from bandmf.torch.clipping.refusals import refuse_mixing, refuse_shared_memory, suspects
 from bandmf.torch.clipping.rules import rule, total
 
 __all__ = ["Bookkeeping", "Clipping", "Outer", "Parameters", "Rows", "make_clipping", "rule", "total"]
@@ -31,45 +30,35 @@ def checked_mode(mode: str) -> str:
 def make_clipping(
     mode: str, model: nn.Module, parameters: Parameters, clip_norm: float, per_layer: bool
 ) -> Clipping:
-    """The clipping for a mode. "auto" is book-keeping, and Opacus's hooks where a layer cannot be described."""
+    """The clipping for a mode; "auto" is book-keeping."""
     mode = checked_mode(mode)
-    sharded = any(isinstance(parameter, DTensor) for parameter in parameters.values())
-    if sharded and mode in ("hooks", "functorch"):
-        raise _check.fail(
-            "clipping", mode, "with FSDP2 must be 'bookkeeping': Opacus cannot clip shards in this way"
-        )
     refuse_mixing(suspects(model))
     refuse_shared_memory(model)
-    if mode in ("hooks", "functorch"):
-        return by_hooks(model, parameters, clip_norm, per_layer, mode == "functorch")
-
-    def otherwise(reason: Exception) -> Clipping:
-        try:
-            clipping = by_hooks(model, parameters, clip_norm, per_layer, instead=reason)
-        except UnsupportedError as error:
-            text = f"{reason}, or freeze that layer; Opacus's hooks do not describe the model either"
-            raise UnsupportedError(text) from error
-        warnings.warn(f"clipping='auto': Opacus's hooks clip this model, since {reason}", stacklevel=2)
-        return clipping
-
-    may_change = mode == "auto" and not sharded
-    try:
-        return Bookkeeping(model, parameters, clip_norm, per_layer, otherwise if may_change else None)
-    except UnsupportedError as reason:
-        if not may_change:
-            raise
-        return otherwise(reason)
+    return Both(model, parameters, clip_norm, per_layer, mode)
 
 
-def by_hooks(
-    model: nn.Module,
-    parameters: Parameters,
-    clip_norm: float,
-    per_layer: bool,
-    functorch: bool = False,
-    instead: Exception | None = None,
-) -> Clipping:
-    """Clipping through Opacus, which is imported only here; `instead` says why it is not book-keeping."""
-    from bandmf.torch.clipping.hooks import PerExample
+class Both(Bookkeeping):
+    """Until make_private is gone: the old methods too."""
 
-    return PerExample(model, parameters, clip_norm, per_layer, functorch, instead)
+    _old: Any = None
+
+    def __init__(self, model: Any, parameters: Any, clip_norm: Any, per_layer: Any, mode: str) -> None:
+        from bandmf.torch.clipping import old
+
+        self._make_old = lambda: old.make_clipping(mode, model, parameters, clip_norm, per_layer)
+        if mode in ("hooks", "functorch"):
+            self._old = self._make_old()
+        else:
+            super().__init__(model, parameters, clip_norm, per_layer)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("_parameters", "_make_old"):
+            raise AttributeError(name)
+        if self._old is None:
+            self._old = self._make_old()
+        return getattr(self._old, name)
+
+    def add_to(self, sums: Any, losses: Any, batch: Any, examples: Any, valid: Any = None) -> Tensor:
+        if callable(losses):
+            return super().add_to(sums, losses, batch, examples, valid)
+        return self._old.add_to(sums, losses, batch, examples)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,35 +12,35 @@ from torch import Tensor, nn
 Parameters = dict[str, nn.Parameter]
 
 
+Losses = Callable[[nn.Module, Any], Tensor]  # one loss for each example of a batch
+
+
 class Clipping(Protocol):
-    """Clips the gradients of the examples of a batch and adds them up.
-
-    `record(rows)` comes before the forward pass of a batch of so many examples (None: it is not to be clipped);
-    after the backward pass `add_to` adds the clipped gradients of the first `valid` examples to the sums.
-    """
-
-    # What takes over, given the reason, where a layer turns out not to be described; None if nothing may.
-    otherwise: Callable[[Exception], Clipping] | None
-
-    @property
-    def half_precision(self) -> set[torch.dtype]:
-        """The types of less than float32 in which gradients were found, or layers were run by autocast."""
+    """Clips the gradients of the examples of a batch and adds them up."""
 
     def explain(self) -> str: ...
-    def record(self, rows: int | None) -> None: ...
-    def add_to(self, sums: dict[str, Tensor], rows: int, valid: int, scale: float) -> Tensor:
-        """`scale` times what autograd found is the gradient of an example; returns how many were not finite."""
+    def add_to(
+        self, sums: dict[str, Tensor], losses: Losses, batch: Any, examples: int, valid: int
+    ) -> Tensor:
+        """Add the clipped gradients of the first `valid` of so many examples to the float32 sums.
 
-    def norms(self, rows: int, scale: float) -> dict[str, Tensor]:
-        """Of the gradient of each parameter, for every example, as clipping sees them. For the self-test."""
+        Returns, as a tensor of no dimensions, how many examples were not finite and count nothing.
+        """
 
-    def add_example(self, sums: dict[str, Tensor], rows: int, number: int, scale: float) -> Tensor:
-        """Add the gradient of one example, unclipped; returns its norm, as clipping sees it. For the self-test."""
 
-    def clear(self) -> None:
-        """Drop the gradients of the batch at hand, as `zero_grad` does; sums are kept."""
-
-    def remove(self) -> None: ...
+def checked_losses(losses: Any, examples: int) -> Tensor:
+    """A vector with one loss for each example. Sizes of batches are secret: errors do not name them."""
+    if not isinstance(losses, Tensor):
+        raise TypeError(f"losses: must return a tensor, not {type(losses).__name__}")
+    if losses.ndim != 1 or len(losses) != examples:
+        raise ValueError(
+            "losses: must return a vector with one loss for each example of the batch, of shape (examples,), "
+            f"not {'another number of them' if losses.ndim == 1 else f'a tensor of {losses.ndim} dimensions'}; "
+            "take reduction='none', and the mean over the places of each example"
+        )
+    if not losses.is_floating_point() or not losses.requires_grad:
+        raise ValueError("losses: must be differentiable; leave torch.no_grad() and .detach() out")
+    return losses
 
 
 def clip_limit(clip_norm: float, parameters: Parameters, per_layer: bool) -> float:

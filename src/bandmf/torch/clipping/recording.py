@@ -1,24 +1,22 @@
-"""Records, while a model runs, what the gradients of single examples are made of.
+"""Records, in the private pass, what the gradients of single examples are made of.
 
-While a run lasts, `Recorded` takes the place of each layer's `forward`: it notes the input and, in the backward pass,
-the gradient of the output. The layer's own parameters do not require gradients meanwhile: autograd leaves their
-gradients out (a third of the backward pass), and whatever still reaches `parameter.grad` came by another way, which is
+For one pass, `Recorded` takes the place of each layer's `forward`: it notes the input and, in the backward pass, the
+gradient of the output. The layer's own parameters do not require gradients meanwhile: autograd leaves their gradients
+out (a third of the backward pass), and whatever still reaches `parameter.grad` bypassed the recorded layers, which is
 how such uses are found.
 
 Inputs are saved by an autograd function, so that activation checkpointing computes them again and nothing is kept
-twice. A copy of the model (of an exponential moving average, say) is an ordinary model.
+twice.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from types import MethodType
 from typing import Any
 
 import torch
@@ -28,12 +26,12 @@ from torch.utils import _pytree as pytree
 
 from bandmf.torch.clipping.contributions.totals import Described, Unsettled, settle
 from bandmf.torch.clipping.fallback import Call, Seen, changed
-from bandmf.torch.clipping.refusals import not_by_function, refuse_packed
+from bandmf.torch.clipping.refusals import not_by_function, refuse_packed, second_order, other_rows
+from bandmf.torch.clipping.rows import Owners, by_example, owners
 from bandmf.torch.clipping.rules import Rule, convolution, embedding, linear
-from bandmf.torch.clipping.watch import Turns
 from bandmf.torch.noise.precision import plain_arithmetic
 
-_ANCHOR = torch.empty(0, requires_grad=True)  # gives outputs a backward pass where no input has one
+ANCHOR = torch.empty(0, requires_grad=True)  # gives outputs a backward pass where no input has one
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,51 +61,55 @@ class Entry:
     """One use of a layer, and what it makes the gradients of its parameters of."""
 
     layer: Layer
-    rows: int
-    dtype: torch.dtype  # of the gradient of its output
-    described: Described  # those that are trained; empty where that failed
+    described: Described  # those that are trained
 
 
-class Recorder(Turns):
-    """What the layers of a model have noted since the last call of `begin`."""
+class Recorder:
+    """What the layers of a model have noted in the pass at hand."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self.examples = 0
         self._entries: list[Entry] = []
         self._unsettled = Unsettled()
-        self._rows: int | None = None
-        self.failure: Exception | None = None
+        self._listening = False  # whether the backward pass is ours: `losses` may have some of its own
         self._seen: dict[Layer, Seen] = {}
         self._lock = threading.RLock()  # every GPU has a thread of its own in the backward pass
         self._thread = threading.local()
 
     @property
-    def rows(self) -> int | None:
-        """Examples of the batch that is recorded; None: nothing is."""
-        return None if getattr(self._thread, "silent", False) else self._rows
+    def is_silent(self) -> bool:
+        return getattr(self._thread, "silent", False)
 
     @contextmanager
     def silent(self) -> Iterator[None]:
         """Nothing that this thread runs is recorded."""
-        before = getattr(self._thread, "silent", False)
+        before = self.is_silent
         self._thread.silent = True
         try:
             yield
         finally:
             self._thread.silent = before
 
-    def begin(self, rows: int | None) -> None:
-        """Forget what was noted; from now on a batch of so many examples is recorded."""
-        self.next()
-        self._rows = rows
-        self.drop()
+    @contextmanager
+    def of(self, layers: list[Layer], examples: int) -> Iterator[None]:
+        """Record these layers; afterwards they, and what was noted, are as before."""
+        self.examples, before = examples, []
+        try:
+            for layer in layers:
+                own = vars(layer.module)
+                before.append((own, own.get("forward")))
+                own["forward"] = (layer.replacement or Recorded)(layer, self)
+            yield
+        finally:
+            for own, forward in before:
+                own.pop("forward", None)
+                if forward is not None:
+                    own["forward"] = forward
+            self._entries, self._unsettled, self._listening = [], Unsettled(), False
 
-    def drop(self) -> None:
-        """Forget the backward passes so far, as `zero_grad` does; one that is still to come is recorded."""
-        self._entries, self._unsettled, self.failure = [], Unsettled(), None
-
-    def peek(self) -> list[Entry]:
-        return self._entries
+    def listen(self) -> None:
+        """From now on, until the pass ends, backward passes are recorded."""
+        self._listening = True
 
     def settle(self) -> list[Entry]:
         """All entries, with sums over places added up."""
@@ -115,41 +117,54 @@ class Recorder(Turns):
         self._unsettled = Unsettled()
         return self._entries
 
-    def receive(self, batch: int, layer: Layer, rule: Rule, given: Tensor, gradient: Tensor) -> None:
-        """In the backward pass. Examples of an earlier batch have had their turn.
+    def receive(
+        self, layer: Layer, rule: Rule, whose: Owners | None, given: Tensor, gradient: Tensor
+    ) -> None:
+        """In the backward pass.
 
         What is small is computed at once, so that inputs and gradients of convolutions and of normalizing layers do not
         wait in memory for the end of the pass.
         """
-        if batch != self.batch:
-            self.late = True
+        if not self._arrives(layer):
             return
-        described: Described = {}
         with self._lock, self.silent(), plain_arithmetic():
-            try:
-                described = _describe(layer, rule, given, gradient)
-                self._unsettled.add(described)
-            except Exception as error:  # it must not pass through the user's backward pass half-way
-                self.failure = self.failure or error
-            self._add(layer, gradient, described)
+            if layer.batch:
+                given, gradient = given.movedim(layer.batch, 0), gradient.movedim(layer.batch, 0)
+            if whose is not None and whose.dimensions > 1:
+                given, gradient = (each.flatten(0, whose.dimensions - 1) for each in (given, gradient))
+            self._check_rows(layer, whose, given, gradient)
+            described = _describe(layer, rule, given, gradient)
+            if whose is not None:
+                described = by_example(described, whose, self.examples)
+            self._unsettled.add(described)
+            self._entries.append(Entry(layer, described))
 
-    def _add(self, layer: Layer, gradient: Tensor, described: Described) -> None:
-        rows = gradient.shape[layer.batch] if gradient.ndim > layer.batch else 0
-        self._entries.append(Entry(layer, rows, gradient.dtype, described))
+    def _arrives(self, layer: Layer) -> bool:
+        """Whether a backward pass through a layer is to be recorded."""
+        if not self._listening and torch.is_grad_enabled():  # create_graph
+            raise second_order(layer.path)
+        return self._listening
+
+    def _check_rows(self, layer: Layer, whose: Owners | None, *rows: Tensor) -> None:
+        wanted = self.examples if whose is None else whose.count(self.examples)
+        if any(each.ndim == 0 or len(each) != wanted for each in rows):
+            raise other_rows(layer.path)
 
     def note(self, layer: Layer, rule: Rule, given: Tensor, output: Tensor) -> Tensor:
         """The output, tied to an entry that its backward pass will make."""
-        batch = self.own_batch
+        whose = owners()
 
         def receive(saved: tuple[Tensor, ...], gradient: Tensor) -> None:
-            self.receive(batch, layer, rule, saved[0], gradient)
+            self.receive(layer, rule, whose, saved[0], gradient)
 
         alone = _memory(output) is not _memory(given)
-        return _Note.apply(_ANCHOR, receive, alone, output, given.detach())
+        return _Note.apply(ANCHOR, receive, alone, output, given.detach())
 
     def call(self, layer: Layer, args: Any, kwargs: Any) -> Call:
         """What torch.func needs to repeat a call of a layer without a rule; made before the layer runs."""
-        return Call(layer, args, kwargs, self.rows or 0, self._seen.setdefault(layer, {}))
+        whose = owners()
+        count = self.examples if whose is None else whose.count(self.examples)
+        return Call(layer, args, kwargs, count, self._seen.setdefault(layer, {}))
 
     def note_unit(self, call: Call, output: Any) -> Any:
         """The same as `note` for such a layer."""
@@ -159,48 +174,39 @@ class Recorder(Turns):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 receive = self._receive_unit(call, number)
                 alone = not leaf._is_view() and memory.count(id(leaf)) == 1
-                leaves[number] = _Note.apply(_ANCHOR, receive, alone, leaf, *call.tensors)
+                leaves[number] = _Note.apply(ANCHOR, receive, alone, leaf, *call.tensors)
         return pytree.tree_unflatten(leaves, shape)
 
     def _receive_unit(self, call: Call, number: int) -> Callable[[tuple[Tensor, ...], Tensor], None]:
-        batch = self.own_batch
+        layer, whose = call.layer, owners()
 
         def receive(saved: tuple[Tensor, ...], gradient: Tensor) -> None:
-            if not self.arrive(batch):
+            if not self._arrives(layer):
                 return
             with self._lock, self.silent():
+                self._check_rows(layer, whose, gradient.movedim(layer.batch, 0) if gradient.ndim else gradient)
                 try:
-                    self._add(call.layer, gradient, dict(call.gradients(saved, gradient, number)))
-                except Exception as error:  # it must not pass through the user's backward pass half-way
-                    self.failure = self.failure or not_by_function(error)
+                    found: Described = dict(call.gradients(saved, gradient, number))
+                except Exception as error:
+                    raise not_by_function(error) from error
+                if whose is not None:
+                    found = by_example(found, whose, self.examples)
+                self._entries.append(Entry(layer, found))
 
         return receive
 
 
 class Recorded:
-    """Takes the place of a layer's `forward` while the run lasts; where nothing is recorded, it is the layer's own."""
+    """Takes the place of a layer's `forward` in the private pass."""
 
     def __init__(self, layer: Layer, recorder: Recorder) -> None:
         self.layer, self.recorder, self.module = layer, recorder, layer.module
         self.own = layer.module.forward
-        self.before = vars(layer.module).get("forward")  # None: that of its class
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # what is noted must be noted each time
-            return _uncompiled(self, args, kwargs)
-        if self.recorder.rows is None:
-            return self.own(*args, **kwargs)
-        if not torch.is_grad_enabled():
-            _ = self.recorder.own_batch  # which notes a late backward pass
+        if self.recorder.is_silent or not torch.is_grad_enabled():
             return self.own(*args, **kwargs)
         return self.record(args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        twin = memo.get(id(self.module)) or copy.deepcopy(self.module, memo)
-        return plain(twin) if self.before is None else copy.deepcopy(self.before, memo)
-
-    def __reduce__(self) -> Any:
-        return _unrecorded, (self.module, self.before)
 
     def record(self, args: Any, kwargs: Any) -> Any:
         layer = self.layer
@@ -244,7 +250,9 @@ class Recorded:
         """Position numbers once for each example; the input of a convolution in the precision of autocast."""
         first = self._input(args, kwargs)
         if self.layer.rule is embedding and first.ndim > 1 and len(first) == 1:
-            first = first.expand(self.recorder.rows or 1, *first.shape[1:])
+            whose, examples = owners(), self.recorder.examples
+            rows = examples if whose is None else whose.count(examples)
+            first = first.expand(rows, *first.shape[1:])
         elif self.layer.rule is convolution:
             first = _lowered(first)
         else:
@@ -258,10 +266,10 @@ class RecordedLinear(Recorded):
     def record(self, args: Any, kwargs: Any) -> Tensor:
         if not self._describes("weight") or not self._describes("bias"):
             return super().record(args, kwargs)
-        return _Linear.apply(self._input(args, kwargs), self, self.recorder.own_batch, _ANCHOR)
+        return _Linear.apply(self._input(args, kwargs), self, owners(), ANCHOR)
 
     def _describes(self, name: str) -> bool:
-        """Whether no gradient is lost: a weight that is computed from others, or trained since, has one elsewhere."""
+        """Whether no gradient is lost: a weight that is computed from others has one elsewhere."""
         own = self.module._parameters.get(name)
         if own is None:
             return name == "bias" and getattr(self.module, name) is None
@@ -274,45 +282,26 @@ class RecordedLinear(Recorded):
         return weight if self.layer.rule is linear else weight.T
 
 
-def replace_forward(layer: Layer, recorder: Recorder) -> None:
-    """Record a layer from now on."""
-    layer.module.forward = (layer.replacement or Recorded)(layer, recorder)
-
-
-def restore_forward(layer: Layer) -> None:
-    """As it was before."""
-    recorded = vars(layer.module).pop("forward", None)
-    if isinstance(recorded, Recorded) and recorded.before is not None:
-        layer.module.forward = recorded.before
-
-
-def plain(module: nn.Module) -> Any:
-    """The `forward` of the module's class."""
-    return MethodType(type(module).forward, module)
-
-
-def _unrecorded(module: nn.Module, before: Any) -> Any:
-    return plain(module) if before is None else before
-
-
 class _Linear(torch.autograd.Function):
     """x weight' + bias, whose backward pass hands x and the gradient over."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, recorded: RecordedLinear, batch: int, anchor: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, recorded: RecordedLinear, whose: Owners | None, anchor: Tensor
+    ) -> Tensor:
         weight, bias, given = recorded.weight, recorded.module.bias, _lowered(x)
         if given.dtype != weight.dtype and torch.is_autocast_enabled(x.device.type):
             weight = weight.to(given.dtype)
             bias = None if bias is None else bias.to(given.dtype)
         ctx.save_for_backward(given, weight if x.requires_grad else None)
-        ctx.recorded, ctx.batch = recorded, batch
+        ctx.recorded, ctx.whose = recorded, whose
         return _no_view(functional.linear(given, weight, bias))  # type: ignore[arg-type]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         given, weight = ctx.saved_tensors  # once: checkpointing does not give them a second time
         layer = ctx.recorded.layer
-        ctx.recorded.recorder.receive(ctx.batch, layer, layer.rule, given, gradient)
+        ctx.recorded.recorder.receive(layer, layer.rule, ctx.whose, given, gradient)
         return gradient @ weight if ctx.needs_input_grad[0] else None, None, None, None
 
 
@@ -340,8 +329,6 @@ class _Note(torch.autograd.Function):
 
 def _describe(layer: Layer, rule: Rule, a: Tensor, g: Tensor) -> Described:
     """What its rule says of the parameters that are trained."""
-    if layer.batch:
-        a, g = a.movedim(layer.batch, 0), g.movedim(layer.batch, 0)
     versions = a._version, g._version
     described = rule(layer.module, a, g)
     if (a._version, g._version) != versions:
@@ -367,8 +354,3 @@ def _lowered(x: Tensor) -> Tensor:
     if torch.is_autocast_enabled(x.device.type):
         return x.to(torch.get_autocast_dtype(x.device.type))
     return x
-
-
-@torch.compiler.disable
-def _uncompiled(recorded: Recorded, args: Any, kwargs: Any) -> Any:
-    return recorded(*args, **kwargs)

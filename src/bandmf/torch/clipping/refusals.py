@@ -165,6 +165,33 @@ def frozen_later(name: str) -> str:
     )
 
 
+def second_order(path: str) -> RuntimeError:
+    """The error for a gradient of a gradient."""
+    return RuntimeError(
+        f"model: the losses differentiate a gradient that goes through {path!r} (create_graph=True), which book-keeping "
+        "does not record; use clipping='vmap'"
+    )
+
+
+def other_rows(path: str) -> RuntimeError:
+    """The error for a layer whose rows are not the examples. Sizes of batches are secret: it has no numbers."""
+    return RuntimeError(
+        f"model: the layer {path!r} has other rows than one for each example; say whose they are, with "
+        "bandmf.torch.rows (`with rows(owner):`, rows(each=k) or rows(parts=k)), or, if its first dimension is time, "
+        "give it the examples first (batch_first=True, or transpose)"
+    )
+
+
+def unrecorded(name: str) -> RuntimeError:
+    """The error for a gradient that bypassed the recorded layers."""
+    return RuntimeError(
+        f"{name!r} has a gradient from outside the layer that owns it, {_ALONE}: its value was used by itself "
+        "(F.linear(x, layer.weight), x @ layer.weight, a penalty on weights in the losses); call the layer, tie "
+        "weights as one nn.Parameter of two layers, let the optimizer's weight_decay make weights small, or use "
+        "clipping='vmap'"
+    )
+
+
 # --- what happens in a batch ----------------------------------------------------------------------------------
 
 

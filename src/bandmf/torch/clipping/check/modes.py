@@ -102,7 +102,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 def _by_hooks(model: nn.Module, mode: str, remedy: str = _OTHER_WAY) -> Iterator[Finding]:
     """What Opacus's hooks cannot describe."""
-    from bandmf.torch.clipping.hooks import DPRNNBase, hooked
+    from bandmf.torch.clipping.old.hooks import DPRNNBase, hooked
 
     for path, module, by_rule in hooked(model, mode == "functorch"):
         kind = type(module).__name__
@@ -148,7 +148,7 @@ def _draws(module: nn.Module) -> str | None:
 
 
 def _functional(model: nn.Module, mode: str) -> Iterator[Finding]:
-    from bandmf.torch.clipping.hooks import hooked
+    from bandmf.torch.clipping.old.hooks import hooked
 
     for path, module, by_rule in hooked(model, mode == "functorch"):
         if not by_rule and mode == "hooks":

@@ -1,0 +1,243 @@
+"""Layers without a rule: the gradients of single examples by torch.func, for that layer alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad, vjp, vmap
+from torch.utils import _pytree as pytree
+
+from bandmf.torch.clipping.products import wide
+from bandmf.torch.clipping.refusals import UnsupportedError
+from bandmf.torch.noise.precision import precision
+
+if TYPE_CHECKING:
+    from bandmf.torch.clipping.old.recording import Layer
+
+Seen = dict[Any, set[int]]
+_ROUNDING = 1e-3  # relative difference of sums that rounding explains
+_HALF = 5e-2  # the same in less than float32
+_HEAVIEST = 100.0  # times what an ordinary example counts in a sum that is checked
+_MOST = 4  # tensors in doubt: 16 guesses
+_REMEDY = "give what all examples share a first dimension of 1, or register a rule for this layer"
+
+
+class Call:
+    """One call of a layer: what is needed to make it again, an example at a time.
+
+    Of its inputs, tensors with a row for each example are cut; everything else is shared. Which are, is guessed from
+    the shapes of this very call: a mask may have one row in a batch without padding, and one for each example in the
+    next. Wherever the shapes leave a doubt, the gradients found must add up to that of the batch, so that no example is
+    differentiated with the rows of others; a table that is as long as the batch by chance is told apart by this.
+    `seen` is where the guess begins: the numbers of examples that an input was as long as, 0 for one of another length.
+    """
+
+    def __init__(self, layer: Layer, args: Any, kwargs: Any, rows: int, seen: Seen) -> None:
+        self.layer, self._rows = layer, rows
+        leaves, self._shape = pytree.tree_flatten_with_path((args, kwargs))
+        self._leaves = [leaf for _, leaf in leaves]
+        self._places = [n for n, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
+        self.given: list[Tensor] = [self._leaves[n] for n in self._places]
+        self.tensors = [tensor.detach() for tensor in self.given]
+        self._versions = [tensor._version for tensor in self.tensors]
+        self._seen = seen
+        self._inputs = [(leaves[n][0], leaves[n][1].ndim) for n in self._places]
+        self._cut = [self._is_cut(*each) for each in zip(self._inputs, self.tensors, strict=True)]
+        self._sure = self._is_sure()
+        if any(isinstance(leaf, Iterator) for leaf in self._leaves):
+            raise self._refusal("is given an iterator, which cannot be read a second time; give it a list")
+        for place in self._places:
+            self._leaves[place] = None  # saved by autograd, which may free or recompute it
+        device = self.tensors[0].device.type if self.tensors else "cpu"
+        self._autocast: tuple[str, torch.dtype, bool] = (
+            device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device),
+        )  # fmt: skip
+
+    def _is_cut(self, place: Any, tensor: Tensor) -> bool:
+        length = self._length(tensor)
+        if length != 1 and self._rows > 1:
+            self._seen.setdefault(place, set()).add(length if length == self._rows else 0)
+        return length == self._rows and (length == 1 or 0 not in self._seen[place])
+
+    def _length(self, tensor: Tensor) -> int:
+        """Along the dimension that counts the examples; 0 where there is none."""
+        return tensor.shape[self.layer.batch] if tensor.ndim > self.layer.batch else 0
+
+    def _is_sure(self) -> bool:
+        """Whether the shapes leave no doubt.
+
+        All but single rows must be cut, and nothing else be as long as the batch by chance: no other dimension, and no
+        second tensor, unless it was with another number of examples too.
+        """
+        others = {size for t in self.tensors for n, size in enumerate(t.shape) if n != self.layer.batch}
+        told_apart = all(
+            cut or t.numel() == 1 or self._length(t) == 1
+            for t, cut in zip(self.tensors, self._cut, strict=True)
+        )
+        proved = sum(self._cut) == 1 or all(
+            len(self._seen.get(place, ())) > 1
+            for place, cut in zip(self._inputs, self._cut, strict=True)
+            if cut
+        )
+        return self._rows == 1 or (told_apart and proved and self._rows not in others)
+
+    def _refusal(self, what: str) -> UnsupportedError:
+        return UnsupportedError(f"{self.layer.path!r} {what}")
+
+    def check_unchanged(self) -> None:
+        """After the call: what was changed in it cannot be given to it again."""
+        if [tensor._version for tensor in self.tensors] != self._versions:
+            raise changed(self.layer)
+
+    def gradients(self, saved: tuple[Tensor, ...], gradient: Tensor, number: int) -> dict[str, Tensor]:
+        """(examples, *shape) for each parameter of the layer, from the gradient of one of its outputs."""
+        if not any(self._cut):  # a part of the output is no example, even if there are as many
+            raise self._refusal(
+                "is given nothing that has one row for each example; weight_norm and other parametrizations are like "
+                "that, leave them out"
+            )
+        module = self.layer.module
+        parameters = {name: module.get_parameter(name).detach() for name in self.layer.names}
+        back = _Backward(parameters, saved, gradient, number)
+        device, dtype, enabled = self._autocast
+        with torch.autocast(device, dtype=dtype, enabled=enabled):
+            found = self._each(self._cut, back) if self._sure else self._told_apart(back)
+        return {name: each.to(wide(each.dtype)) for name, each in found.items()}
+
+    def _told_apart(self, back: _Backward) -> dict[str, Tensor]:
+        """By the first guess whose gradients add up."""
+        refusal: Exception | None = None
+        for cut in self._guesses():
+            try:
+                found = self._each(cut, back)
+                self._check_sum(cut, back, found)
+            except Exception as error:  # whatever a layer says to inputs that do not fit each other
+                refusal = refusal or error
+                continue
+            for place, t, single in zip(self._inputs, self.tensors, cut, strict=True):
+                if self._length(t) == self._rows:
+                    known = self._seen[place]
+                    (known.discard if single else known.add)(0)
+            return found
+        assert refusal is not None
+        raise refusal
+
+    def _guesses(self) -> Iterator[list[bool]]:
+        """Which tensors are cut, the likeliest first."""
+        yield self._cut
+        in_doubt = [n for n, t in enumerate(self.tensors) if self._length(t) == self._rows][:_MOST]
+        for chosen in product((True, False), repeat=len(in_doubt)):
+            cut = list(self._cut)
+            for n, single in zip(in_doubt, chosen, strict=True):
+                cut[n] = single
+            if any(cut) and cut != self._cut:
+                yield cut
+
+    def _output(self, parameters: dict[str, Tensor], inputs: Sequence[Tensor], number: int) -> Tensor:
+        leaves = list(self._leaves)
+        for place, given in zip(self._places, inputs, strict=True):
+            leaves[place] = given
+        args, kwargs = pytree.tree_unflatten(leaves, self._shape)
+        output = functional_call(self.layer.module, parameters, args, kwargs)
+        return pytree.tree_flatten(output)[0][number]
+
+    def _each(self, cut: list[bool], back: _Backward) -> dict[str, Tensor]:
+        batch = self.layer.batch
+
+        def loss(parameters: dict[str, Tensor], inputs: list[Tensor], gradient: Tensor) -> Tensor:
+            alone = [t.unsqueeze(batch) if single else t for t, single in zip(inputs, cut, strict=True)]
+            output, wanted = self._output(parameters, alone, back.number), gradient.unsqueeze(batch)
+            if output.shape != wanted.shape:  # it would be repeated to fit
+                raise self._refusal(
+                    f"gives {tuple(output.shape)} for one example, not {tuple(wanted.shape)}: it has something of the "
+                    f"whole batch; {_REMEDY}"
+                )
+            return (output * wanted).sum()
+
+        dims = [batch if single else None for single in cut]
+        try:
+            each = vmap(grad(loss), in_dims=(None, dims, batch), randomness="same")
+            return each(back.parameters, list(back.saved), back.gradient)
+        except RuntimeError:  # a layer whose way depends on the data, say: it takes one example at a time
+            return _one_by_one(grad(loss), back, dims, batch)
+
+    def _check_sum(self, cut: list[bool], back: _Backward, found: dict[str, Tensor]) -> None:
+        """Fail unless the gradients of the examples add up to that of the batch, where nothing is cut.
+
+        Each counts about as much, so that a large one hides nothing of the others. Layers that draw random numbers,
+        others each time, cannot be checked like this.
+        """
+        batch, norms = self.layer.batch, _norms(found)
+        kept = (norms.isfinite() & (norms > 0)).nonzero().flatten()  # the rest adds nothing, or is left out
+        if not len(kept):
+            return
+        weights = (norms[kept].median() / norms[kept]).clamp(max=_HEAVIEST)
+        inputs = [
+            t.index_select(batch, kept) if single and len(kept) < len(norms) else t
+            for t, single in zip(back.saved, cut, strict=True)
+        ]
+        gradient = back.gradient.index_select(batch, kept).movedim(batch, -1)
+        gradient = (gradient * weights.to(gradient.dtype)).movedim(-1, batch)
+        before = _random_state(gradient)
+        _, pull_back, *_ = vjp(lambda chosen: self._output(chosen, inputs, back.number), back.parameters)
+        if not torch.equal(before, _random_state(gradient)):
+            return
+        whole = pull_back(gradient)[0]
+        off = {
+            name: torch.einsum("i,i...->...", weights.to(each.dtype), each[kept]) - whole[name]
+            for name, each in found.items()
+        }
+        if not bool(_norms(off, 0) <= self._tolerance(gradient) * (weights * norms[kept]).sum()):
+            raise self._refusal(
+                "cannot be called again with one example: of inputs of the shapes "
+                f"{[tuple(t.shape) for t in self.tensors]} it is not clear which have a row for each of the "
+                f"{self._rows} examples, or its examples depend on each other; {_REMEDY}"
+            )
+
+    def _tolerance(self, gradient: Tensor) -> float:
+        half = self._autocast[2] or torch.finfo(gradient.dtype).bits < 32
+        return _HALF if half or precision() != "highest" else _ROUNDING
+
+
+class _Backward(NamedTuple):
+    """What is known in the backward pass of a call."""
+
+    parameters: dict[str, Tensor]
+    saved: tuple[Tensor, ...]
+    gradient: Tensor  # of the output with this number
+    number: int
+
+
+def changed(layer: Layer) -> RuntimeError:
+    """The error for a layer whose input is not what it was when the layer was called."""
+    return RuntimeError(
+        f"{layer.path!r} changes its input in place, so its gradients cannot be found afterwards; write x = x + y, "
+        "not x += y, and leave inplace=True out"
+    )
+
+
+def _norms(gradients: dict[str, Tensor], examples: int = 1) -> Tensor:
+    """Over all parameters and all dimensions but the first ones, which count examples."""
+    norms = [
+        torch.linalg.vector_norm(g.reshape(*g.shape[:examples], -1), dim=-1, dtype=torch.float64)
+        for g in gradients.values()
+    ]
+    return torch.linalg.vector_norm(torch.stack(norms), dim=0)
+
+
+def _random_state(like: Tensor) -> Tensor:
+    return torch.cuda.get_rng_state(like.device) if like.is_cuda else torch.get_rng_state()
+
+
+def _one_by_one(gradient_of: Any, back: _Backward, dims: list[int | None], batch: int) -> dict[str, Tensor]:
+    single = []
+    for number in range(back.gradient.shape[batch]):
+        inputs = [
+            t if dim is None else t.select(dim, number) for t, dim in zip(back.saved, dims, strict=True)
+        ]
+        single.append(gradient_of(back.parameters, inputs, back.gradient.select(batch, number)))
+    return {name: torch.stack([one[name] for one in single]) for name in back.parameters}
