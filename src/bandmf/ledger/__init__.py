@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from bandmf import _check
-from bandmf.ledger.checks import MOVED, REVEALS, check_process, expect_same, one_at_a_time
+from bandmf.ledger.checks import MOVED, REVEALS, ReleasedOtherwiseError, check_process, expect_same, one_at_a_time
 from bandmf.ledger.file import LockedLines, Place
 from bandmf.randomness.key import Key
 
@@ -279,7 +279,8 @@ class Ledger:
         before = self._digests(step)
         if before and found != before:
             what = "sum of gradients" if found[:_SIZE] == before[:_SIZE] else "batch of examples"
-            raise _check.fail("step", step, f"was released before with another {what}", REVEALS.format(step))
+            told = _check.fail("step", step, f"was released before with another {what}", REVEALS.format(step))
+            raise ReleasedOtherwiseError(str(told))
         kind = "replay" if before else "step"
         batch_digest, sum_digest = found[:_SIZE].hex(), found[_SIZE:].hex()
         self._append({"kind": kind, "step": step, "batch": batch_digest, "sum": sum_digest})

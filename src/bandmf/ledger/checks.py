@@ -32,6 +32,10 @@ _REMEDY = {
 }
 
 
+class ReleasedOtherwiseError(ValueError):
+    """A step that was released before, with another sum or batch: it must not be released again."""
+
+
 def one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:
     """Threads take turns: two that release one step would both find that it is new. Ctrl-C waits for the end.
 

@@ -6,7 +6,8 @@ Guarantees:
 - noise is added exactly once per step, and only after the ledger has the step on the disk;
 - only batches of the plan's sampler are used, each exactly once;
 - what `losses` draws from the global generators is secret, and a function of key, rank, step and micro-batch;
-- Ctrl-C waits until a step that is on the ledger has reached the weights.
+- Ctrl-C waits until a step that is on the ledger has reached the weights;
+- a released step is repeated bit for bit or not at all: where it cannot be, it is lost, and the run goes on after it.
 """
 
 from __future__ import annotations
@@ -93,6 +94,18 @@ class Stepper:
                 self.sums.divide(self.plan.batch_size)
                 self._trained.update(self.sums.views, step)
                 self.lost = None
+
+    @torch.no_grad()
+    def lose_released(self) -> None:
+        """Go past the steps that were released before a restart and cannot be repeated: they update nothing.
+
+        What they released is a part of what the plan has paid for, and is not used; their noise must still be drawn, as
+        later noise is correlated with it.
+        """
+        while self.steps_taken < self.steps_released:
+            self.sums.clear()
+            self.noise = self.engine.add(self.noise, self.sums.views, self.scale)
+            self._trained.skip()
 
     def _record(self, step: int) -> None:
         """Put the digest of the sum on the disk; fails where a sum is not finite, or was released otherwise before."""

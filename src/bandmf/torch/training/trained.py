@@ -73,6 +73,10 @@ class Trained:
                 _set_rates(self.optimizers, schedule(step))
         for optimizer in self.optimizers:
             optimizer.step()
+        self.skip()
+
+    def skip(self) -> None:
+        """The schedules go on by a step."""
         for schedule in self.schedules:
             if isinstance(schedule, LRScheduler):
                 schedule.step()

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bandmf import _check
 from bandmf._interrupts import Termination
+from bandmf.ledger.checks import ReleasedOtherwiseError
 from bandmf.ledger.run_folder import Opened, provenance
 from bandmf.planning import Plan, checked_plan
 from bandmf.randomness.key import Key
@@ -25,6 +26,7 @@ from bandmf.torch.clipping.check import check
 from bandmf.torch.training.data import Batches, Collate, Examples
 from bandmf.torch.training.one_step import Losses, Stepper
 from bandmf.torch.training.ranks import Ranks
+from bandmf.torch.training.repeatable import Repeatable
 from bandmf.torch.training.saving import Saved
 from bandmf.torch.training.trained import (
     Stateful,
@@ -33,7 +35,6 @@ from bandmf.torch.training.trained import (
     checked_optimizers,
     checked_schedules,
 )
-from bandmf.torch.training.verify import verify as verify_examples
 
 log = logging.getLogger("bandmf")
 
@@ -132,6 +133,8 @@ class Training:
         self._clipping = make_clipping(clipping, model, trained.parameters, clip_norm, per_layer)
         self._verified = bool(verify)
         if verify:
+            from bandmf.torch.training.verify import verify as verify_examples
+
             with trained.in_a_step():
                 verify_examples(model, losses, examples.some(), collate=examples.collate).refuse()
         self._opened = Opened(self.folder, key, moved, ranks)
@@ -144,6 +147,7 @@ class Training:
         self._trained, self._stepper = trained, stepper
         self._batches = Batches(examples, plan, sampler, ranks, stepper.generators, micro_batch)
         self._progress = _Progress(plan.steps)
+        self._repeatable = Repeatable(self.folder is not None and trained.device.type == "cuda")
         begun = provenance(plan, self._opened.run_key, sampler, clip_norm=clip_norm, per_layer=per_layer)
         self._begin(begun)
         weakref.finalize(self, _Progress.end, self._progress)
@@ -191,7 +195,10 @@ class Training:
         if self.steps_taken % self._save_every == 0:
             self._save_now()
         try:
-            self._stepper.take(self._batches)
+            with self._repeatable():
+                self._stepper.take(self._batches)
+        except ReleasedOtherwiseError:
+            return self._go_past_released()
         except BaseException:
             self._batches.forget()
             raise
@@ -199,6 +206,18 @@ class Training:
         if self.steps_taken % _FINITE_EVERY == 0 or self.finished:
             self._warn_of_weights()
         return self.steps_taken
+
+    def _go_past_released(self) -> int:
+        """After a restart whose steps differ from those that were released: these are lost, and stay spent."""
+        first, last = self.steps_taken + 1, self._stepper.steps_released
+        log.warning(
+            "steps %d to %d were released before the restart and cannot be repeated bit for bit (other code, data, "
+            "learning rates, machine or kernels): they are spent and lost, and the run goes on after them", first, last
+        )  # fmt: skip
+        self._batches.forget()
+        self._stepper.lose_released()
+        self._progress.taken = self.steps_taken
+        return self.steps_taken if self.finished else self.advance()
 
     def _check_usable(self) -> None:
         """Fail where the weights are not those of the steps that were released."""
