@@ -135,3 +135,54 @@ def errors(case: Case, mode: str = "bookkeeping") -> Errors:
         float(((ours - seen.norms) / size).max()),
         float((flat(seen.sums) - total).norm() / total.norm()),
     )
+
+
+# --- losses(model, batch), as training has them -----------------------------------------------------------------
+
+
+def singles(model, losses, batches) -> Tensor:
+    """(examples, all parameters) in float64, by plain autograd; `batches` has a batch of one for each example."""
+    twin = copy.deepcopy(model).double()
+    parameters, rows = list(trained(twin).values()), []
+    for batch in batches:
+        batch = pytree.tree_map(_double, batch)
+        found = torch.autograd.grad(losses(twin, batch).sum(), parameters, allow_unused=True)
+        filled = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+        rows.append(torch.cat([g.flatten() for g in filled]))
+    return torch.stack(rows)
+
+
+def added(model, losses, batch, examples, valid=None, mode="auto", clip_norm=1.0, per_layer=False) -> Tensor:
+    """The clipped sum, in float64 for a model of float64."""
+    parameters = trained(model)
+    clipping = make_clipping(mode, model, parameters, clip_norm, per_layer)
+    sums = {
+        name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32), requires_grad=False)
+        for name, p in parameters.items()
+    }
+    clipping.add_to(sums, losses, batch, examples, examples if valid is None else valid)
+    return flat(sums)
+
+
+def assert_clipped_as_single_examples(model, losses, batch, batches, mode="auto", most=1e-9) -> None:
+    """In float64: what each example adds without clipping, and at a clip norm that half of the examples pass.
+
+    A norm may be over-estimated, by what rounding may do; it is never under-estimated.
+    """
+    truth = singles(model, losses, batches)
+    twin, examples = copy.deepcopy(model).double(), len(batches)
+    batch = pytree.tree_map(_double, batch)
+    norms = truth.norm(dim=1)
+    for clip_norm, error in ((1e6 * float(norms.max()), most), (float(norms.median()), 1e-5)):
+        factors, before = (clip_norm / norms.clamp(min=1e-300)).clamp(max=1.0), torch.zeros(())
+        for valid in range(1, examples + 1):
+            torch.manual_seed(0)
+            total = added(twin, losses, batch, examples, valid, mode, clip_norm)
+            alone, before = total - before, total
+            expected = truth[valid - 1] * factors[valid - 1]
+            assert float((alone - expected).norm()) <= error * float(norms.max()), valid
+            assert float(alone.norm()) <= clip_norm * (1 + 1e-12)
+
+
+def _double(leaf):
+    return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf

@@ -90,9 +90,7 @@ class Bookkeeping:
                 "over an example's places with bandmf.torch.clipping.total"
             )
 
-    def _factors(
-        self, small: list[Pack], terms: Terms, valid: int
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def _factors(self, small: list[Pack], terms: Terms, valid: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Which examples are finite, and what each example's gradient of each parameter is multiplied by."""
         if self._per_layer:
             apart = squares_apart(small, terms)

@@ -139,6 +139,10 @@ class Recorder:
             self._unsettled.add(described)
             self._entries.append(Entry(layer, described))
 
+    def count(self, whose: Owners | None) -> int:
+        """How many rows a layer has."""
+        return self.examples if whose is None else whose.count(self.examples)
+
     def _arrives(self, layer: Layer) -> bool:
         """Whether a backward pass through a layer is to be recorded."""
         if not self._listening and torch.is_grad_enabled():  # create_graph
@@ -146,8 +150,7 @@ class Recorder:
         return self._listening
 
     def _check_rows(self, layer: Layer, whose: Owners | None, *rows: Tensor) -> None:
-        wanted = self.examples if whose is None else whose.count(self.examples)
-        if any(each.ndim == 0 or len(each) != wanted for each in rows):
+        if any(each.ndim == 0 or len(each) != self.count(whose) for each in rows):
             raise other_rows(layer.path)
 
     def note(self, layer: Layer, rule: Rule, given: Tensor, output: Tensor) -> Tensor:
@@ -162,9 +165,7 @@ class Recorder:
 
     def call(self, layer: Layer, args: Any, kwargs: Any) -> Call:
         """What torch.func needs to repeat a call of a layer without a rule; made before the layer runs."""
-        whose = owners()
-        count = self.examples if whose is None else whose.count(self.examples)
-        return Call(layer, args, kwargs, count, self._seen.setdefault(layer, {}))
+        return Call(layer, args, kwargs, self.count(owners()), self._seen.setdefault(layer, {}))
 
     def note_unit(self, call: Call, output: Any) -> Any:
         """The same as `note` for such a layer."""
@@ -184,7 +185,9 @@ class Recorder:
             if not self._arrives(layer):
                 return
             with self._lock, self.silent():
-                self._check_rows(layer, whose, gradient.movedim(layer.batch, 0) if gradient.ndim else gradient)
+                self._check_rows(
+                    layer, whose, gradient.movedim(layer.batch, 0) if gradient.ndim else gradient
+                )
                 try:
                     found: Described = dict(call.gradients(saved, gradient, number))
                 except Exception as error:
@@ -248,11 +251,10 @@ class Recorded:
 
     def _adapt(self, args: Any, kwargs: Any) -> Any:
         """Position numbers once for each example; the input of a convolution in the precision of autocast."""
-        first = self._input(args, kwargs)
-        if self.layer.rule is embedding and first.ndim > 1 and len(first) == 1:
-            whose, examples = owners(), self.recorder.examples
-            rows = examples if whose is None else whose.count(examples)
-            first = first.expand(rows, *first.shape[1:])
+        first, whose = self._input(args, kwargs), owners()
+        once = first.ndim > 1 and len(first) == 1 and (whose is None or whose.dimensions == 1)
+        if self.layer.rule is embedding and once:
+            first = first.expand(self.recorder.count(whose), *first.shape[1:])
         elif self.layer.rule is convolution:
             first = _lowered(first)
         else:
