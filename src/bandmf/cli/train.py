@@ -68,9 +68,8 @@ def train(
     _check_numbers(epsilon, clip_norm, delta, batch_size, epochs, seeds)
     if learning_rates is not None:
         _rates(learning_rates)
-    for package in ("torch", "opacus"):
-        if importlib.util.find_spec(package) is None:
-            raise ValueError(f"{package} is missing: training needs it; pip install 'bandmf[torch]'")
+    if importlib.util.find_spec("torch") is None:
+        raise ValueError("torch is missing: training needs it; pip install 'bandmf[torch]'")
     with show.status("loading images") as line:
         tuning, images = datasets.hold_out(_load(dataset, data, line))
     usual = _USUAL[images.name]
@@ -168,11 +167,14 @@ def _tune_and_run(
         task = progress.add_task(name, total=(len(rates) + seeds) * plan.steps)
 
         def run(images: datasets.Images, rate: float, seed: int) -> History:
-            began = time.monotonic()
+            began, shown = time.monotonic(), ""
 
-            def listen(step: int, loss: float, accuracy: float | None) -> None:
+            def listen(step: int, accuracy: float | None) -> None:
+                nonlocal shown
+                if accuracy is not None:
+                    shown = f" accuracy {accuracy:.1%}"
                 speed = step / (time.monotonic() - began)
-                text = f"{name} step {step} loss {loss:.3f} epsilon {spent.at(step)} {speed:.0f} steps/s"
+                text = f"{name} step {step}{shown} epsilon {spent.at(step)} {speed:.0f} steps/s"
                 progress.update(task, advance=1, description=text)
 
             return training.train(images, plan, rate, seed, clip_norm=clip_norm, listen=listen)

@@ -11,11 +11,11 @@ from torch import nn
 
 from bandmf.demo.datasets import Images
 from bandmf.planning import Plan
-from bandmf.torch.training.make_private import make_private
+from bandmf.torch.training.training import Training
 
 GLANCE = 2000  # test images for the accuracy along the way; at the end all of them are judged
-# (step, loss of the batch, accuracy on the test images or None). Neither number is private.
-Listener = Callable[[int, float, float | None], None]
+# (step, accuracy on the test images where it was measured). The test images are not protected.
+Listener = Callable[[int, float | None], None]
 
 
 @dataclass(frozen=True)
@@ -68,23 +68,23 @@ def train(
     model = classifier(images).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=momentum)
     data = torch.utils.data.TensorDataset(_pixels(images.train), torch.from_numpy(images.train_labels))
-    private = make_private(model, optimizer, data, plan, clip_norm=clip_norm)
+    training = Training(model, _losses, optimizer, data, plan, clip_norm=clip_norm)
     measure = np.unique(np.linspace(plan.steps / evaluations, plan.steps, evaluations).astype(int))
     steps, accuracies = [], []
-    while not private.finished:
-        for x, y in private.loader:
-            private.optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(private.model(x.to(device)), y.to(device))
-            loss.backward()
-            private.optimizer.step()
-            accuracy = None
-            if private.steps_taken in measure:
-                accuracy = _accuracy(private.model, images, None if private.finished else GLANCE)
-                steps.append(private.steps_taken)
-                accuracies.append(accuracy)
-            if listen is not None:
-                listen(private.steps_taken, float(loss.detach()), accuracy)
+    for step in training:
+        accuracy = None
+        if step in measure:
+            accuracy = _accuracy(model, images, None if training.finished else GLANCE)
+            steps.append(step)
+            accuracies.append(accuracy)
+        if listen is not None:
+            listen(step, accuracy)
     return History(tuple(steps), tuple(accuracies))
+
+
+def _losses(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    x, y = batch
+    return nn.functional.cross_entropy(model(x), y, reduction="none")
 
 
 def _pixels(images: np.ndarray) -> torch.Tensor:
@@ -94,12 +94,10 @@ def _pixels(images: np.ndarray) -> torch.Tensor:
 @torch.no_grad()
 def _accuracy(model: nn.Module, images: Images, count: int | None) -> float:
     """On the first so many test images, or on all."""
-    model.eval()
     device = next(model.parameters()).device
     test, labels = images.test[:count], torch.from_numpy(images.test_labels[:count])
     right = 0
     for start in range(0, len(test), 1000):
         guesses = model(_pixels(test[start : start + 1000]).to(device)).argmax(1).cpu()
         right += int((guesses == labels[start : start + 1000]).sum())
-    model.train()
     return right / len(test)
