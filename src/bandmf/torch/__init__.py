@@ -12,9 +12,11 @@ from bandmf.torch.noise.shards import broadcast_key
 if TYPE_CHECKING:
     from bandmf.torch import clipping, losses
     from bandmf.torch.clipping.check import check
+    from bandmf.torch.clipping.rows import rows
     from bandmf.torch.huggingface.trainer import PrivateTrainer
     from bandmf.torch.training.make_private import Private, make_private
     from bandmf.torch.training.training import Training
+    from bandmf.torch.training.verify import verify
 
 __all__ = [
     "Engine",
@@ -27,18 +29,26 @@ __all__ = [
     "clipping",
     "losses",
     "make_private",
+    "rows",
+    "verify",
 ]
+
+# Loaded on first use: the noise engine alone does not need them.
+_HOMES = {
+    "Private": "training.make_private",
+    "Training": "training.training",
+    "check": "clipping.check",
+    "make_private": "training.make_private",
+    "rows": "clipping.rows",
+    "verify": "training.verify",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Private", "make_private"):  # on first use: the noise engine alone does not need Opacus
-        return getattr(import_module("bandmf.torch.training.make_private"), name)
-    if name == "Training":
-        return import_module("bandmf.torch.training.training").Training
+    if name in _HOMES:
+        return getattr(import_module(f"bandmf.torch.{_HOMES[name]}"), name)
     if name in ("clipping", "losses"):
         return import_module(f"bandmf.torch.{name}")
-    if name == "check":
-        return import_module("bandmf.torch.clipping.check").check
     if name == "PrivateTrainer":
         return _private_trainer()
     raise AttributeError(f"module 'bandmf.torch' has no attribute {name!r}")
