@@ -14,13 +14,11 @@ if TYPE_CHECKING:
     from bandmf.torch.clipping.check import check
     from bandmf.torch.clipping.rows import rows
     from bandmf.torch.huggingface.trainer import PrivateTrainer
-    from bandmf.torch.training.make_private import Private, make_private
     from bandmf.torch.training.training import Training
     from bandmf.torch.training.verify import verify
 
 __all__ = [
     "Engine",
-    "Private",
     "PrivateTrainer",
     "State",
     "Training",
@@ -28,17 +26,14 @@ __all__ = [
     "check",
     "clipping",
     "losses",
-    "make_private",
     "rows",
     "verify",
 ]
 
 # Loaded on first use: the noise engine alone does not need them.
 _HOMES = {
-    "Private": "training.make_private",
     "Training": "training.training",
     "check": "clipping.check",
-    "make_private": "training.make_private",
     "rows": "clipping.rows",
     "verify": "training.verify",
 }

@@ -5,9 +5,9 @@ come before it. If its random numbers were public, one example more would change
 are secret, and alike for every row, then those of the others can be taken to be the same with and without it: what
 the noise must hide is one example's own contribution again.
 
-So the global generators are seeded, from the run's key, rank, step and piece, when a batch is loaded and again when the
-model runs on it. After the batch they go on where the user left them: the numbers of the user are not disturbed, and
-tell nothing of the batch. NumPy's and Python's are the run's while data are loaded, torch's until the optimizer's step.
+So the global generators of Python, NumPy and torch are seeded, from the run's key, rank, step and micro-batch, when a
+micro-batch is loaded and again when the model runs on it. Then they go on where the user left them: the numbers of the
+user are not disturbed, and tell nothing of the batch.
 """
 
 from __future__ import annotations
@@ -23,37 +23,14 @@ from bandmf.torch.training.random_state import RandomState
 
 
 class Generators:
-    """Lends the global generators to a batch, and gives them back."""
+    """Lends the global generators to a micro-batch, and gives them back."""
 
     def __init__(self, key: Key, rank: int) -> None:
         self._key, self._rank = key.derive("generators"), rank
-        self._users: RandomState | None = None  # while a batch has torch's
-        self._seed = 0
 
-    def secret(self, purpose: str, step: int, piece: int = 0) -> bytes:
-        """What the random numbers of one purpose in one physical batch come from."""
-        return self._key.derive(f"{purpose}/{self._rank}/{step}/{piece}").secret
-
-    def lend(self, purpose: str, step: int, piece: int = 0) -> None:
-        """Seed torch's generators; their state before is kept until `give_back`."""
-        if self._users is None:
-            self._users = RandomState()
-        self._seed = seed_torch(self.secret(purpose, step, piece))
-
-    def check(self) -> None:
-        """Fail if something else has seeded torch since: with a number that others know, most likely."""
-        if self._users is not None and torch.initial_seed() != self._seed:
-            raise RuntimeError(
-                "torch.manual_seed was called between the start of a batch and its step: with known random numbers, "
-                "dropout would let one example change what all others contribute; seed before or after a batch, and "
-                "draw what must be the same in each from a torch.Generator of its own"
-            )
-
-    def give_back(self) -> None:
-        """Torch's generators go on where they were."""
-        if self._users is not None:
-            self._users.restore()
-            self._users = None
+    def secret(self, purpose: str, step: int, micro_batch: int = 0) -> bytes:
+        """What the random numbers of one purpose in one micro-batch come from."""
+        return self._key.derive(f"{purpose}/{self._rank}/{step}/{micro_batch}").secret
 
     @contextmanager
     def lent(self, purpose: str, step: int, micro_batch: int) -> Iterator[None]:
@@ -75,11 +52,11 @@ class Generators:
                 before.restore()
 
     @contextmanager
-    def loading(self, purpose: str, step: int, piece: int = 0) -> Iterator[None]:
+    def loading(self, purpose: str, step: int, micro_batch: int = 0) -> Iterator[None]:
         """All global generators are those of a batch in here; then they are what they were before."""
         before = RandomState()
         with generators.lent():
-            seed_all(self.secret(purpose, step, piece))
+            seed_all(self.secret(purpose, step, micro_batch))
             try:
                 yield
             finally:

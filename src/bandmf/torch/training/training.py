@@ -23,11 +23,11 @@ from bandmf.randomness.key import Key
 from bandmf.sampling import sampler_of
 from bandmf.torch.clipping import checked_mode, make_clipping
 from bandmf.torch.clipping.check import check
+from bandmf.torch.training.checkpoint import Saved
 from bandmf.torch.training.data import Batches, Collate, Examples
-from bandmf.torch.training.one_step import Losses, Stepper
 from bandmf.torch.training.ranks import Ranks
 from bandmf.torch.training.repeatable import Repeatable
-from bandmf.torch.training.saving import Saved
+from bandmf.torch.training.step import Losses, Stepper
 from bandmf.torch.training.trained import (
     Stateful,
     Trained,
