@@ -249,6 +249,13 @@ class Ledger:
         for number, (batch, total) in enumerate(sums, start=step):
             self._release(number, batch, total)
 
+    def recorded(self, step: int) -> tuple[int, bool] | None:
+        """Where what began at this step has to end again, and whether that was a chunk; None for a step that is new."""
+        if step >= self.steps_spent:
+            return None
+        ends = [end for first, end, _ in self._chunks if first == step]
+        return (max(ends), True) if ends else (step + 1, False)
+
     def _reserve(self, chunk: tuple[int, int, str]) -> None:
         self._reserved = chunk
         self._chunks.add(chunk)

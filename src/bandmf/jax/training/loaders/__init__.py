@@ -20,7 +20,7 @@ from bandmf.jax.training.loaders.checks import (
     warn_of_varying,
 )
 from bandmf.jax.training.loaders.datasets import is_dataset, taken
-from bandmf.jax.training.loaders.kinds import check_arrays, check_function, checked
+from bandmf.jax.training.loaders.kinds import check_arrays, check_function, checked, count
 from bandmf.randomness.key import Key
 from bandmf.randomness.stream import Indices
 
@@ -30,8 +30,9 @@ _ASKED_AT = frozenset(10**power for power in range(10))  # calls at which rows a
 class Loader:
     """Gives rows for indices; what is the user's code is asked again, at the first call and after 10, 100, ..."""
 
-    def __init__(self, data: Any, examples: int, key: Key) -> None:
-        self.is_function, self._examples, self._key = callable(data), examples, key
+    def __init__(self, data: Any, examples: int | None, key: Key | None = None) -> None:
+        self.is_function, self._key = callable(data), key
+        self._examples = self.examples = examples = count(data) if examples is None else examples
         if self.is_function:
             check_function(data)
         self._data = data if self.is_function else checked(data, examples)
@@ -50,8 +51,9 @@ class Loader:
             self._data,
         )
 
-    def rows(self, asked: Indices, valid: Any, steps: Indices) -> Any:
+    def rows(self, asked: Indices, valid: Any, steps: Indices, key: Key | None = None) -> Any:
         """A row for each index, in the step that it is for; only those that are valid are of the batch."""
+        self._key = self._key if key is None else key
         if self._is_asked and valid.sum() > 1:
             if self._calls + 1 in _ASKED_AT:
                 self._ask_again(asked[valid], steps[valid])

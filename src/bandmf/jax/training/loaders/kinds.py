@@ -26,6 +26,19 @@ def check_function(data: Any) -> None:
         )  # fmt: skip
 
 
+def count(data: Any) -> int:
+    """How many examples there are, for a plan that does not say."""
+    if callable(data):
+        raise _check.fail(
+            "data", getattr(data, "__name__", type(data).__name__), "does not say how many examples there are, and "
+            "nor does the plan", "give bandmf.plan examples=",
+        )  # fmt: skip
+    leaves = [data] if isinstance(data, list) else jax.tree.leaves(data)
+    if not leaves or not hasattr(leaves[0], "__len__"):
+        check_arrays(leaves)
+    return len(leaves[0])
+
+
 def checked(data: Any, examples: int) -> Any:
     """The data, if all of it has a row for each example; lists of examples, wherever they are, become data sets."""
     if not hasattr(data, "__next__"):

@@ -1,0 +1,206 @@
+"""The compiled programs: one private step in two, or several steps in one.
+
+Guarantees:
+- a sum of clipped gradients leaves a program only as a digest: noise is added to the very array that was digested;
+- whatever is secret is an argument, and so in no program and in no compilation cache;
+- an example sees the weights, itself and a random key of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from bandmf import _check
+from bandmf.jax.clipping import Sums, added, clipped_gradient, together
+from bandmf.jax.noise.digest import WORDS, all_finite, digest
+from bandmf.jax.noise.engine import Engine
+from bandmf.jax.noise.sharding import is_explicit
+from bandmf.jax.random_keys import as_words
+from bandmf.jax.tracing import constants
+from bandmf.jax.training.data import Rows
+from bandmf.jax.training.state import Held, Parts, is_on_mesh
+from bandmf.planning import Plan
+from bandmf.randomness import chacha
+from bandmf.randomness.key import Key
+
+Array = jax.Array
+_THREEFRY = "threefry2x32"  # under jax.vmap, keys of another implementation draw for all rows at once
+
+
+class Secrets(NamedTuple):
+    """Words of the run's key that programs are given, as arguments: a program may be kept on the disk."""
+
+    noise: Any
+    seeds: Any  # of digests
+    draws: Any  # of the examples' random keys
+
+    @classmethod
+    def of(cls, key: Key) -> Secrets:
+        noise = np.array(chacha.key_words(key.derive("noise").secret), np.uint32)
+        seeds, draws = (np.frombuffer(key.derive(use).secret, "<u4") for use in ("sums", "draws"))
+        return cls(noise, seeds[:WORDS].copy(), draws[:2].copy())
+
+
+class Found(NamedTuple):
+    """What the host learns of a step."""
+
+    digests: list[bytes]  # of the sums
+    sums_finite: bool
+    weights_finite: bool  # before the step
+
+
+def found(words: Array) -> Found:
+    """The words of one step or several; waits for them. One replica is read: `agreed` tells whether all are equal."""
+    every = np.asarray(words).reshape(-1, WORDS + 2)
+    return Found([row[:WORDS].tobytes() for row in every], bool(every[:, -2].all()), bool(every[:, -1].all()))
+
+
+def agreed(words: Array) -> bool:
+    """Whether all devices have the same: a noise is for one sum."""
+    return len({np.asarray(shard.data).tobytes() for shard in words.addressable_shards}) == 1
+
+
+class Programs:
+    """Those of a run, each traced and compiled once."""
+
+    def __init__(
+        self,
+        loss: Callable[..., Any],  # of weights, example and key
+        optimizer: optax.GradientTransformation,
+        engine: Engine,
+        plan: Plan,
+        clip_norm: float,
+        parts: Parts,
+        places: Any,  # of what is held, on its devices
+    ) -> None:
+        self._loss, self._optimizer, self._engine, self._parts = loss, optimizer, engine, parts
+        self._clip_norm, self._scale = clip_norm, np.float32(plan.deviation(clip_norm))
+        self._batch_size, self._places = np.float32(plan.batch_size), places
+        self.clip = jax.jit(self._clip)
+        self.advance = jax.jit(self._advance, donate_argnums=1, out_shardings=places)
+        self._chunks: dict[Any, tuple[Callable[..., Any], bytes]] = {}
+
+    def _clip(
+        self, trained: Any, frozen: list[Any], rows: Rows, step: Array, secrets: Secrets
+    ) -> tuple[Any, Array]:
+        """The sum of a batch, and its words for the host."""
+        total = self._summed(trained, frozen, jax.tree.map(lambda leaf: leaf[0], rows), step, secrets.draws)
+        return total, _words(total, trained, secrets.seeds)
+
+    def _advance(self, total: Any, held: Held, noise_key: Array) -> Held:
+        """The noise is added, the optimizer takes its step."""
+        noisy, noise = self._engine.add(held.noise, total, self._scale, noise_key)
+        mean = jax.tree.map(
+            lambda leaf, weight: (leaf / self._batch_size).astype(weight.dtype), noisy, held.trained
+        )
+        updates, optimizer = self._optimizer.update(mean, held.optimizer, held.trained)
+        trained = optax.apply_updates(held.trained, updates)
+        return Held(_typed(trained, held.trained), _typed(optimizer, held.optimizer), noise)
+
+    def _summed(self, trained: Any, frozen: list[Any], rows: Rows, step: Array, draws: Array) -> Any:
+        """The clipped gradients of a batch, added up turn by turn; turns without examples are not computed."""
+
+        def one(trained: Any, example: tuple[Any, Array]) -> Any:
+            data, place = example
+            key = jax.random.wrap_key_data(draws, impl=_THREEFRY)
+            own = jax.random.fold_in(jax.random.fold_in(key, step), place)
+            return self._loss(self._parts.join(trained, frozen), data, own)
+
+        gradient = clipped_gradient(one, clip_norm=self._clip_norm)
+
+        def summed(number: Any) -> Any:
+            part = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, number, keepdims=False), rows)
+            return gradient(trained, tuple(part), mask=part.places >= 0).total
+
+        if len(rows.places) == 1:
+            return summed(0)
+        nothing = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), trained)
+        turns = (rows.places >= 0).any(axis=1).sum()
+        return together(
+            lax.fori_loop(0, turns, lambda turn, sums: added(sums, summed(turn)), Sums(nothing, nothing))
+        )
+
+    # --- several steps at once ----------------------------------------------------------------------------
+
+    def _scan(
+        self, held: Held, frozen: list[Any], rows: Rows, step: Array, secrets: Secrets
+    ) -> tuple[Held, Array]:
+        def one(held: Held, given: tuple[Rows, Array]) -> tuple[Held, Array]:
+            own, ahead = given
+            # One sum for both: compilers may compute again what is used twice.
+            total = lax.optimization_barrier(
+                self._summed(held.trained, frozen, own, step + ahead, secrets.draws)
+            )
+            return self._advance(total, held, secrets.noise), _words(total, held.trained, secrets.seeds)
+
+        return lax.scan(one, held, (rows, jnp.arange(len(rows.places), dtype=jnp.int32)))
+
+    def chunk(self, *given: Any) -> tuple[Callable[..., Any], bytes]:
+        """The program for all steps of these rows, and what identifies it on another day."""
+        if getattr(jax.config, "jax_disable_jit", False):
+            raise RuntimeError("jax_disable_jit=True: at_once > 1 is one compiled program; use at_once=1")
+        leaves, structure = jax.tree.flatten(given)
+        kinds = tuple(
+            (np.shape(leaf), jnp.result_type(leaf), getattr(leaf, "sharding", None)) for leaf in leaves
+        )
+        if (structure, kinds) not in self._chunks:
+            places = None if self._places is None else (self._places, None)
+            traced = jax.jit(self._scan, donate_argnums=0, out_shardings=places).trace(*given)
+            lowered = traced.lower()
+            identity = _identity(lowered.as_text(), traced.jaxpr)
+            self._chunks[structure, kinds] = lowered.compile(), identity
+        return self._chunks[structure, kinds]
+
+
+def _words(total: Any, trained: Any, seeds: Array) -> Array:
+    finite = jnp.stack([all_finite(total), all_finite(trained)])
+    return jnp.concatenate([digest(total, seeds), finite.astype(jnp.uint32)])
+
+
+def _typed(after: Any, before: Any) -> Any:
+    """Numbers of the types that they had: a program would be another one at every step otherwise."""
+    return jax.tree.map(lambda new, old: jnp.asarray(new).astype(old.dtype), after, before)
+
+
+def _identity(text: str, program: Any) -> bytes:
+    """The digest of a program's text, and of constants, which some settings of JAX leave out of it."""
+    result = hashlib.sha256(text.encode())
+    for value in constants(program):
+        array = np.asarray(as_words(value))
+        result.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
+    return result.digest()
+
+
+def places_of(held: Held) -> Any:
+    """Where everything stays from step to step; None where it lies on one device, or is kept track of by types."""
+    leaves = jax.tree.leaves(held)
+    meshes = {leaf.sharding.mesh for leaf in leaves if is_on_mesh(leaf)}
+    if len(meshes) != 1 or is_explicit(next(iter(meshes))):
+        return None
+    return jax.tree.map(lambda leaf: leaf.sharding, held)
+
+
+def with_key(loss: Callable[..., Any], takes_key: bool, keep_batch_dim: bool) -> Callable[..., Any]:
+    """The loss as a function of weights, example and key, which must give one number."""
+
+    def checked(weights: Any, example: Any, key: Array) -> Any:
+        if keep_batch_dim:
+            example = jax.tree.map(lambda leaf: leaf[None], example)
+        value = loss(weights, example, key) if takes_key else loss(weights, example)
+        if isinstance(value, tuple) or np.shape(value) != ():
+            kind = "tuple" if isinstance(value, tuple) else f"an array of shape {np.shape(value)}"
+            raise _check.fail(
+                "loss", kind, "must give one number for one example",
+                "leave out what else it returns; with keep_batch_dim=True, take the mean over its one row",
+            )  # fmt: skip
+        return value
+
+    return checked

@@ -1,0 +1,475 @@
+"""bandmf.jax.Training: private training in JAX, where the library holds the loss.
+
+Guarantees:
+- nothing of a step is handed out or saved before its digest is on the disk;
+- only the plan's batches are used, each once and in order; a step that was released is repeated only bit for bit;
+- noise, sums and single gradients are never handed out;
+- a constructor that fails leaves nothing locked, and messages tell neither sizes of batches nor who is in them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+
+from bandmf import _check
+from bandmf._interrupts import Termination, uninterrupted
+from bandmf.jax.noise.digest import all_finite, digest
+from bandmf.jax.noise.engine import Engine
+from bandmf.jax.training import saving
+from bandmf.jax.training.data import Source
+from bandmf.jax.training.processes import Processes
+from bandmf.jax.training.state import Held, Parts, State, own_copy
+from bandmf.jax.training.steps import Found, Programs, Secrets, agreed, found, places_of, with_key
+from bandmf.ledger import Ledger
+from bandmf.ledger.run_folder import Opened, provenance
+from bandmf.planning import Plan, checked_plan
+from bandmf.randomness.key import Key
+from bandmf.sampling import sampler_of
+
+log = logging.getLogger("bandmf")
+
+_NO_KEY = Key(bytes(32))  # of the engine, whose key comes with every call
+_TOGETHER = (
+    "they train one model: begin with the same weights, and give Training a sharding that cuts the rows"
+)
+
+
+class Training:
+    """Private training of weights: one item for each update, until the plan ends.
+
+    >>> import bandmf, optax, jax.numpy as jnp
+    >>> x, y = np.ones((100, 3), np.float32), np.ones(100, np.float32)
+    >>> def loss(weights, example):  # of one example
+    ...     x, y = example
+    ...     return (x @ weights - y) ** 2
+    >>> plan = bandmf.plan(epsilon=8, delta=1e-5, examples=100, batch_size=20, steps=10, bands=2)
+    >>> training = Training(loss, optax.sgd(0.1), (x, y), plan, clip_norm=1.0)
+    >>> for state in training.steps(training.init(jnp.zeros(3))):
+    ...     pass  # state.weights, state.optimizer, state.step: all of it is released
+    >>> state.step, training.finished
+    (10, True)
+
+    Args:
+        loss: `loss(weights, example)` or `loss(weights, example, key)`: one number for one example, without a batch
+            dimension. The key is secret and this example's own, another one at each step: for dropout and the like.
+        optimizer: Of optax. It is given the private mean gradient.
+        data: A pytree of arrays whose first dimension counts the examples, or of data sets, which give one example for
+            an index; or a function from an array of indices to the rows of just these.
+        plan: From `bandmf.plan`, for this many examples.
+        clip_norm: The most that one example may contribute to a step: the norm to which its gradient is clipped.
+        folder: Keeps key, ledger, plan and checkpoints. A folder that holds a run goes on where it was.
+        save_every: Write a checkpoint every so many steps; by default after every expected epoch.
+        key: Your own secret, instead of a fresh random one. Each run has secrets of its own, derived from it.
+        sharding: A NamedSharding whose first entry names the mesh axes that rows are cut over. Weights may lie on the
+            mesh in any way; with `plan.devices` above one the noise is spread over all of its devices.
+        micro_batch: How many gradients of single examples are in memory at once.
+        clipping: "auto" or "written-out": every example's gradient is written out.
+        keep_batch_dim: Give the loss examples with a first dimension of size one.
+        trainable: Which leaves of the weights are trained, as in optax.masked: a pytree of booleans, a prefix of one,
+            or a function from the weights to it. By default all floating-point arrays.
+        moved: States once what happened to a folder that has moved: "moved" (the original is gone) or "copied" (a new
+            run from these weights, whose privacy is spent in addition).
+    """
+
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        optimizer: optax.GradientTransformation,
+        data: Any,
+        plan: Plan,
+        *,
+        clip_norm: float,
+        folder: str | Path | None = None,
+        save_every: int | None = None,
+        key: Key | None = None,
+        sharding: NamedSharding | None = None,
+        micro_batch: int | None = None,
+        clipping: str = "auto",
+        keep_batch_dim: bool = False,
+        trainable: Any = None,
+        moved: str | None = None,
+    ) -> None:
+        self.plan = plan = checked_plan(plan)
+        self._clip_norm = _check.real("clip_norm", clip_norm, 1e-30, 1e30)
+        plan.deviation(self._clip_norm)  # refuses what float32 does not hold
+        self._loss = with_key(loss, _takes_key(loss), bool(keep_batch_dim))
+        self._optimizer, self._trainable = _checked_optimizer(optimizer), trainable
+        _check.choice("clipping", clipping, ("auto", "written-out"))
+        self.folder = None if folder is None else Path(folder)
+        self._save_every = _checked_saving(self.folder, save_every, plan)
+        self._source = Source(data, plan, micro_batch, sharding)
+        mesh = sharding.mesh if sharding is not None and plan.devices > 1 else None
+        self._engine = Engine(
+            plan.strategy, _NO_KEY, max_vectors=plan.max_vectors, kept_inputs=plan.kept_inputs, mesh=mesh
+        )
+        if plan.memory_limit is not None and plan.devices > jax.device_count():
+            raise _check.fail("plan.devices", plan.devices, f"there are {jax.device_count()} devices")
+        self._processes = Processes()
+        self._same_everywhere("plan", plan.digest, "plan once, and load that plan everywhere")
+        settings = self._clip_norm, self._save_every, self._source.size, self._source.examples
+        self._same_everywhere("arguments of Training", settings, "give all processes the same")
+        self._opened = Opened(self.folder, key, moved, self._processes)
+        own = self._opened.run_key
+        self._sampler = sampler_of(plan, own, self._source.examples)
+        self._secrets, self._examples_key = Secrets.of(own), own.derive("examples")
+        self._held: Held | None = None
+        self._frozen: list[Any] = []
+        self._state: State | None = None
+        self._lost: int | None = None  # a step that was released and did not reach the weights
+        self._saved_at: int | None = None
+        self._progress = _Progress(plan.steps)
+        begun = provenance(plan, own, self._sampler, clip_norm=self._clip_norm, per_layer=False)
+        self._opened.begin(begun, plan)
+        weakref.finalize(self, _Progress.end, self._progress)
+
+    # --- the beginning ------------------------------------------------------------------------------------
+
+    def init(self, weights: Any) -> State:
+        """The state that steps begin with: from these weights or, where the folder has a checkpoint, from that.
+
+        Of a checkpoint, `weights` say only the structure and where arrays lie on devices (and what is not trained).
+        """
+        if self._state is not None:
+            raise RuntimeError(
+                "init: was called before; go on with the last state, or construct Training again"
+            )
+        parts = Parts(weights, self._trainable)
+        trained, self._frozen = parts.split(own_copy(weights))
+        self._check_parameters(trained)
+        held = Held(trained, own_copy(self._optimizer.init(trained)), self._engine.init(trained))
+        checkpoints = self._checkpoints()
+        restored = None if checkpoints is None else checkpoints.restore(held)
+        held = held if restored is None else restored
+        self._parts = parts
+        self._programs = Programs(
+            self._loss, self._optimizer, self._engine, self.plan, self._clip_norm, parts, places_of(held)
+        )
+        self._digest = jax.jit(digest)
+        state = self._handed_out(held, int(held.noise.step))
+        if state.step:
+            self._saved_at = state.step
+            log.info("%s: goes on after step %d of %d", self.folder, state.step, self.plan.steps)
+        return state
+
+    def _check_parameters(self, trained: Any) -> None:
+        """What the plan says of the noise's memory must be true of this model."""
+        count = sum(leaf.size for leaf in jax.tree.leaves(trained))
+        if self.plan.parameters not in (None, count):
+            raise _check.fail("plan.parameters", self.plan.parameters, f"the weights have {count} entries")
+
+    def _handed_out(self, held: Held, step: int) -> State:
+        """The state after this many steps, in trees of its own: what is done to them does nothing to what is held."""
+        weights = self._parts.join(held.trained, self._frozen)
+        self._held, self._state = held, State(weights, jax.tree.map(lambda leaf: leaf, held.optimizer), step)
+        self._progress.taken, self._lost = step, None
+        return self._state
+
+    # --- the loop -----------------------------------------------------------------------------------------
+
+    def steps(self, state: State, at_once: int = 1) -> Iterator[State]:
+        """All steps that are left, from the last state on: one item for each update, or for `at_once` updates.
+
+        With at_once=1 the digest of a sum is on the disk before its noise is added. With more, what decides the steps
+        (program, weights, batches) is on the disk before they are taken in one program, and their digests are before
+        the item is handed out; the result is the same up to rounding. Items end at every multiple of save_every.
+        """
+        at_once = _check.whole("at_once", at_once)
+        self._check_current(state)
+        return self._all_steps(state, at_once)
+
+    def _all_steps(self, state: State, at_once: int) -> Iterator[State]:
+        # Several processes would have to agree when to stop: there, the next start goes on from the last checkpoint.
+        alone = self._processes.world == 1
+        with Termination() if alone else contextlib.nullcontext() as termination:
+            while not self.finished:
+                self._check_current(state)
+                if self.steps_taken % self._save_every == 0:
+                    self._save_now()
+                state = self._advanced(at_once)
+                yield state
+                if termination is not None and termination.asked:
+                    break
+            self._check_current(state)
+            self._save_now()
+        if self.finished:
+            self._warn_of_weights(bool(np.asarray(_finite(state.weights))))
+
+    def _advanced(self, at_once: int) -> State:
+        """Load, clip, ledger, noise, optimizer."""
+        step = self.steps_taken
+        recorded = self._on_ledger(lambda ledger: ledger.recorded(step))
+        end = step + 1 if recorded is None else recorded[0]
+        in_chunk = at_once > 1 if recorded is None else recorded[1]
+        if recorded is None and in_chunk:
+            end = min(step + at_once, self.plan.steps, (step // self._save_every + 1) * self._save_every)
+        batches = [self._sampler.batch(each) for each in range(step, end)]
+        rows = self._source.rows(batches, step, self._examples_key)
+        contents = [batch.tobytes() for batch in batches]
+        return self._chunk(step, rows, contents) if in_chunk else self._single(step, rows, contents[0])
+
+    def _single(self, step: int, rows: Any, batch: bytes) -> State:
+        held = self._held
+        assert held is not None
+        total, words = self._programs.clip(held.trained, self._frozen, rows, np.int32(step), self._secrets)
+        seen = self._agreed_on(words)
+        if not seen.sums_finite:
+            raise ValueError(f"step={step}: the sum of clipped gradients is not finite; nothing was released")
+        self._warn_of_weights(seen.weights_finite)
+        with uninterrupted():
+            self._on_ledger(lambda ledger: ledger.release(step, batch, seen.digests[0]))
+            self._lost = step
+            held = self._programs.advance(total, held, self._secrets.noise)
+            return self._handed_out(held, step + 1)
+
+    def _chunk(self, step: int, rows: Any, batches: list[bytes]) -> State:
+        held, secrets = self._held, self._secrets
+        assert held is not None
+        given = (held, self._frozen, rows, np.int32(step), secrets)
+        program, identity = self._programs.chunk(*given)
+        noise = held.noise  # what was prepared is computed again after a restart
+        decides = held.trained, held.optimizer, noise.step, noise.history, self._frozen, rows
+        inputs = np.asarray(self._digest(decides, secrets.seeds)).tobytes() + identity
+        inputs += b"".join(len(batch).to_bytes(8, "little") + batch for batch in batches)
+        self._same_everywhere("inputs of the steps", inputs, _TOGETHER)
+        with uninterrupted():
+            self._on_ledger(lambda ledger: ledger.reserve(step, len(batches), inputs))
+            self._lost = step
+            held, words = program(*given)
+            seen = self._agreed_on(words)
+            sums = list(zip(batches, seen.digests, strict=True))
+            self._on_ledger(lambda ledger: ledger.finish(step, sums))
+            state = self._handed_out(held, step + len(batches))
+        self._warn_of_weights(seen.weights_finite)
+        return state
+
+    def _agreed_on(self, words: Any) -> Found:
+        """What all devices and processes have found alike: a noise is for one sum."""
+        # As one: a process that left alone would keep the others waiting.
+        if not all(self._processes.gather(agreed(words))):
+            raise ValueError(
+                "weights: devices have different sums of one step, and would add the same noise to all of them; begin "
+                "with weights that are the same on all devices, in a new run"
+            )
+        seen = found(words)
+        self._same_everywhere("digest of the sum", seen.digests, _TOGETHER)
+        return seen
+
+    def _check_current(self, state: State) -> None:
+        """Fail where the state is not the last one, as it was handed out, or the weights are not."""
+        if self._progress.closed:
+            raise RuntimeError("this run was closed; construct Training again to go on")
+        if self._lost is not None:
+            way = "construct Training again with this folder: it goes on from its last checkpoint"
+            if self.folder is None:
+                way = "without a folder it cannot go on; what it has released is spent"
+            raise RuntimeError(
+                f"step={self._lost + 1}: was released, but an error kept it from the weights; {way}"
+            )
+        if self._held is None or state is not self._state:
+            raise RuntimeError(
+                "state: is not the last one; an item is valid until the next is asked for: begin with "
+                "training.init(weights), go on with the last item, and copy what you keep (jax.tree.map(jnp.copy, ...))"
+            )
+        ours = jax.tree.leaves((self._parts.join(self._held.trained, self._frozen), self._held.optimizer))
+        theirs = jax.tree.leaves((state.weights, state.optimizer))
+        same = len(ours) == len(theirs) and all(a is b for a, b in zip(ours, theirs, strict=True))
+        if not same or any(leaf.is_deleted() for leaf in ours):
+            raise RuntimeError(
+                "state: was edited, or its arrays were donated elsewhere; steps go on only from what the last step "
+                "gave: copy before you change, and change learning rates by a schedule of the optimizer"
+            )
+
+    def _warn_of_weights(self, finite: bool) -> None:
+        if not finite and not self._progress.warned:
+            self._progress.warned = True
+            log.warning(
+                "step %d: weights are not finite any more; lower the learning rate, or look at the loss",
+                self.steps_taken,
+            )
+
+    # --- processes ----------------------------------------------------------------------------------------
+
+    def _same_everywhere(self, name: str, value: Any, remedy: str) -> None:
+        """Refuse processes that would train differently. Values are not shown: some tell who is in a batch."""
+        for rank, other in enumerate(self._processes.gather(value)):
+            if other != value:
+                raise ValueError(
+                    f"{name}: process {rank} has another than process {self._processes.rank}; {remedy}"
+                )
+
+    def _on_ledger(self, action: Callable[[Ledger], Any]) -> Any:
+        """What process 0 does with the ledger; its result comes to every process."""
+
+        def act() -> Any:
+            assert self._opened.ledger is not None
+            return action(self._opened.ledger)
+
+        return self._processes.on_first(act)
+
+    # --- what it knows ------------------------------------------------------------------------------------
+
+    @property
+    def steps_taken(self) -> int:
+        """How many updates the weights have had."""
+        return 0 if self._state is None else self._state.step
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps of the plan were taken."""
+        return self.steps_taken >= self.plan.steps
+
+    def spent(self) -> float:
+        """The epsilon of all steps that the run has released, in this process or before, at the plan's delta.
+
+        A run that goes on from a copy (`moved="copied"`) adds what its ancestors had released when they were copied.
+        """
+        return self._opened.spent(self.plan, self._on_ledger(lambda ledger: ledger.steps_spent))
+
+    def explain(self) -> str:
+        """How this run clips, and the plan."""
+        return (
+            f"Clipping: every example's gradient is written out, {self._source.size} at a time, and clipped to "
+            f"{self._clip_norm:g}. Examples are independent by construction: the loss sees one at a time.\n"
+            f"{self.plan.explain()}"
+        )
+
+    def __repr__(self) -> str:
+        plan, folder = self.plan, None if self.folder is None else str(self.folder)
+        return (
+            f"Training(step {self.steps_taken} of {plan.steps}, epsilon={plan.epsilon:g} at delta={plan.delta:g}, "
+            f"folder={folder!r})"
+        )
+
+    # --- its folder ---------------------------------------------------------------------------------------
+
+    def _checkpoints(self) -> saving.Checkpoints | None:
+        if self.folder is None:
+            return None
+        return saving.Checkpoints(self.folder, self._opened, self._processes)
+
+    def save(self) -> Path:
+        """Write a checkpoint into the folder now, all of it or nothing."""
+        checkpoints = self._checkpoints()
+        if checkpoints is None:
+            raise _check.fail("folder", None, "there is nowhere to save", "give Training a folder")
+        if self._state is None:
+            raise RuntimeError("save: there is nothing yet; call training.init(weights) before")
+        self._check_current(self._state)
+        assert self._held is not None
+        path = checkpoints.save(self._held)
+        self._saved_at = self.steps_taken
+        return path
+
+    def _save_now(self) -> None:
+        if self.folder is not None and self._saved_at != self.steps_taken:
+            self.save()
+
+    def close(self) -> None:
+        """Save what was not saved, and let another process have the run; says so if the plan has not ended."""
+        if self._progress.closed:
+            return
+        try:
+            if self._lost is None and self.steps_taken:
+                self._save_now()
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._progress.end()
+        if self._opened.ledger is not None:
+            self._opened.ledger.close()
+
+    def __enter__(self) -> Training:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:  # other processes may not come to save
+            self._let_go()
+
+
+@dataclass
+class _Progress:
+    """How far a run is, for the one sentence at its end."""
+
+    steps: int
+    taken: int = 0
+    closed: bool = False
+    warned: bool = False
+
+    def end(self) -> None:
+        if not self.closed and self.taken < self.steps:
+            log.warning(
+                "the run ended after step %d of %d: the noise was planned for all of them",
+                self.taken,
+                self.steps,
+            )
+        self.closed = True
+
+
+# --- arguments --------------------------------------------------------------------------------------------
+
+
+def _takes_key(loss: Any) -> bool:
+    """Whether a loss takes (weights, example, key), and not (weights, example)."""
+    if not callable(loss):
+        raise _check.fail(
+            "loss", type(loss).__name__, "must be a function loss(weights, example) that gives one number",
+            "the order is Training(loss, optimizer, data, plan, ...)",
+        )  # fmt: skip
+    try:
+        given = inspect.signature(loss).parameters.values()
+    except (TypeError, ValueError):  # of something that is not Python's
+        return False
+    by_place = [each for each in given if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    needed = [each for each in by_place if each.default is each.empty]
+    has_any = any(each.kind is each.VAR_POSITIONAL for each in given)
+    named = any(each.kind is each.KEYWORD_ONLY and each.default is each.empty for each in given)
+    if len(needed) > 3 or (len(by_place) < 2 and not has_any) or named:
+        raise _check.fail(
+            "loss", f"({', '.join(each.name for each in given)})", "must take (weights, example) or (weights, example, "
+            "key)", "bind the rest: functools.partial(loss, name=value)",
+        )  # fmt: skip
+    return len(needed) == 3 or (len(by_place) > 2 and by_place[2].name == "key")
+
+
+def _checked_optimizer(optimizer: Any) -> optax.GradientTransformation:
+    if not callable(getattr(optimizer, "init", None)) or not callable(getattr(optimizer, "update", None)):
+        raise _check.fail(
+            "optimizer", type(optimizer).__name__, "must be a gradient transformation of optax",
+            "such as optax.adam(1e-3); of flax's TrainState, state.tx; of nnx.Optimizer, its tx",
+        )  # fmt: skip
+    return optimizer
+
+
+def _checked_saving(folder: Path | None, save_every: int | None, plan: Plan) -> int:
+    if save_every is not None and folder is None:
+        raise _check.fail("save_every", save_every, "there is nowhere to save", "give Training a folder")
+    if folder is not None:
+        saving.check_installed()
+    if save_every is not None:
+        return _check.whole("save_every", save_every)
+    if folder is None:
+        return plan.steps
+    expected = plan.steps if plan.examples is None else plan.examples / plan.batch_size
+    return max(1, min(plan.steps, math.ceil(expected)))
+
+
+@jax.jit
+def _finite(weights: Any) -> Any:
+
+    return all_finite([leaf for leaf in jax.tree.leaves(weights) if np.issubdtype(leaf.dtype, np.inexact)])
