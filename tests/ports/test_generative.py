@@ -1,0 +1,341 @@
+"""Generative programs, ported: a VAE, DDPM, a GAN with a private discriminator, and a masked autoencoder."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from bandmf.torch import Training
+from ports.harness import assert_first_sum_is_autograds, mean_loss, quiet_plan, toy_images
+
+
+def pictures(examples=64, size=8):
+    """Between 0 and 1, without labels: a data set whose items are tensors."""
+    images = toy_images(examples, size=size).tensors[0]
+    return list(images.sigmoid())
+
+
+# --- VAE ----------------------------------------------------------------------------------------------------------
+
+
+class VAE(nn.Module):
+    def __init__(self, size=64, hidden=32, latent=4):
+        super().__init__()
+        self.fc1, self.fc21, self.fc22 = (
+            nn.Linear(size, hidden),
+            nn.Linear(hidden, latent),
+            nn.Linear(hidden, latent),
+        )
+        self.fc3, self.fc4 = nn.Linear(latent, hidden), nn.Linear(hidden, size)
+
+    def encode(self, x):
+        hidden = functional.relu(self.fc1(x))
+        return self.fc21(hidden), self.fc22(hidden)
+
+    def reparameterize(self, mu, logvar):
+        return mu + torch.randn_like(mu) * torch.exp(0.5 * logvar)
+
+    def decode(self, z):
+        return torch.sigmoid(self.fc4(functional.relu(self.fc3(z))))
+
+    def forward(self, x):
+        mu, logvar = self.encode(x.view(-1, 64))
+        return self.decode(self.reparameterize(mu, logvar)), mu, logvar
+
+
+def elbo(reconstructed, x, mu, logvar):
+    entropy = functional.binary_cross_entropy(reconstructed, x.view(-1, 64), reduction="none").sum(1)
+    return entropy - 0.5 * (1 + logvar - mu.square() - logvar.exp()).sum(1)
+
+
+def test_vae():
+    """The loss is a function of what the model draws; a sample is decoded after each epoch."""
+    torch.manual_seed(0)
+    data, model = pictures(), VAE()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+
+    def losses(model, x):
+        reconstructed, mu, logvar = model(x)
+        return elbo(reconstructed, x, mu, logvar)
+
+    def at_the_mean(model, x):  # nothing drawn
+        mu, logvar = model.encode(x.view(-1, 64))
+        return elbo(model.decode(mu + torch.exp(0.5 * logvar)), x, mu, logvar)
+
+    assert_first_sum_is_autograds(model, at_the_mean, data)
+    before, samples = mean_loss(model, losses, data), []
+    training = Training(model, losses, optimizer, data, quiet_plan(data), clip_norm=5.0)
+    for step in training:
+        if step % 4 == 0:
+            with torch.no_grad():
+                samples.append(model.decode(torch.randn(3, 4)).view(3, 1, 8, 8))
+    assert training.finished
+    assert len(samples) == 3
+    assert mean_loss(model, losses, data) < 0.99 * before
+
+
+# --- DDPM ---------------------------------------------------------------------------------------------------------
+
+
+class TimeEmbedding(nn.Module):
+    """Sines of the time, then two layers."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.dim, self.mlp = dim, nn.Sequential(nn.Linear(dim, 2 * dim), nn.SiLU(), nn.Linear(2 * dim, dim))
+
+    def forward(self, t):
+        rates = torch.exp(-math.log(10_000) * torch.arange(self.dim // 2, device=t.device) / (self.dim // 2))
+        angles = t[:, None].float() * rates[None]
+        return self.mlp(torch.cat([angles.sin(), angles.cos()], dim=1))
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, inside, outside, time):
+        super().__init__()
+        self.norm1, self.conv1 = nn.GroupNorm(2, inside), nn.Conv2d(inside, outside, 3, padding=1)
+        self.time = nn.Linear(time, outside)
+        self.norm2, self.conv2 = nn.GroupNorm(2, outside), nn.Conv2d(outside, outside, 3, padding=1)
+        self.skip = nn.Conv2d(inside, outside, 1) if inside != outside else nn.Identity()
+
+    def forward(self, x, time):
+        inside = self.conv1(functional.silu(self.norm1(x)))
+        inside = inside + self.time(functional.silu(time))[:, :, None, None]
+        return self.conv2(functional.silu(self.norm2(inside))) + self.skip(x)
+
+
+class Denoiser(nn.Module):
+    """A small U-Net that is told the time."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.time, self.first = TimeEmbedding(16), nn.Conv2d(1, width, 3, padding=1)
+        self.down, self.pool = ResidualBlock(width, 2 * width, 16), nn.Conv2d(2 * width, 2 * width, 3, 2, 1)
+        self.middle = ResidualBlock(2 * width, 2 * width, 16)
+        self.up, self.last = ResidualBlock(4 * width, width, 16), nn.Conv2d(width, 1, 3, padding=1)
+
+    def forward(self, x, t):
+        time = self.time(t)
+        high = self.down(self.first(x), time)
+        low = functional.interpolate(self.middle(self.pool(high), time), scale_factor=2, mode="nearest")
+        return self.last(self.up(torch.cat([high, low], dim=1), time))
+
+
+class Diffusion(nn.Module):
+    """Betas as buffers, and the network that predicts the noise."""
+
+    def __init__(self, network, times=20):
+        super().__init__()
+        self.network, self.times = network, times
+        betas = torch.linspace(1e-4, 0.2, times)
+        self.register_buffer("betas", betas)
+        self.register_buffer("kept", torch.cumprod(1 - betas, 0))
+
+    def forward(self, x, t, noise):
+        """The error of the predicted noise, for each example."""
+        kept = self.kept[t][:, None, None, None]
+        noisy = kept.sqrt() * x + (1 - kept).sqrt() * noise
+        return functional.mse_loss(self.network(noisy, t), noise, reduction="none").mean((1, 2, 3))
+
+    @torch.no_grad()
+    def sample(self, count):
+        x = torch.randn(count, 1, 8, 8)
+        for time in reversed(range(self.times)):
+            t = torch.full((count,), time)
+            predicted = self.network(x, t)
+            x = (x - self.betas[time] / (1 - self.kept[time]).sqrt() * predicted) / (
+                1 - self.betas[time]
+            ).sqrt()
+            if time:
+                x = x + self.betas[time].sqrt() * torch.randn_like(x)
+        return x
+
+
+def test_ddpm():
+    """Time and noise are drawn in the loss; samples are drawn from an average of the weights."""
+    torch.manual_seed(0)
+    data, model = pictures(), Diffusion(Denoiser())
+    average = copy.deepcopy(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+
+    def losses(model, x):
+        x = 2 * x - 1
+        t = torch.randint(0, model.times, (len(x),), device=x.device)
+        return model(x, t, torch.randn_like(x))
+
+    draws = TensorDataset(torch.stack(data), torch.randint(0, 20, (64,)), torch.randn(64, 1, 8, 8))
+    assert_first_sum_is_autograds(model, lambda model, batch: model(*batch), draws)
+    before = mean_loss(model, losses, data)
+    training = Training(
+        model,
+        losses,
+        optimizer,
+        data,
+        quiet_plan(data),
+        clip_norm=1.0,
+        micro_batch=8,
+        also={"average": average},
+    )
+    for _ in training:
+        with torch.no_grad():
+            for mine, its in zip(average.parameters(), model.parameters(), strict=True):
+                mine.lerp_(its, 0.5)
+    assert training.finished
+    assert mean_loss(model, losses, data) < 0.9 * before
+    assert mean_loss(average, losses, data) < 0.95 * before
+    assert average.sample(2).isfinite().all()
+
+
+# --- GAN ----------------------------------------------------------------------------------------------------------
+
+
+class Generator(nn.Sequential):
+    def __init__(self, latent=8):
+        super().__init__(
+            nn.ConvTranspose2d(latent, 16, 4), nn.BatchNorm2d(16), nn.ReLU(True),
+            nn.ConvTranspose2d(16, 1, 4, 2, 1), nn.Tanh(),
+        )  # fmt: skip
+
+
+class Discriminator(nn.Sequential):
+    def __init__(self):
+        super().__init__(
+            nn.Conv2d(1, 8, 4, 2, 1, bias=False), nn.LeakyReLU(0.2, inplace=True),
+            nn.Conv2d(8, 16, 4, 2, 1, bias=False), nn.GroupNorm(4, 16), nn.LeakyReLU(0.2, inplace=True),
+            nn.Conv2d(16, 1, 2, bias=False), nn.Flatten(0),
+        )  # fmt: skip
+
+
+def gan(folder):
+    """A run of DCGAN whose discriminator sees the data: what the loop of the next test drives."""
+    torch.manual_seed(0)
+    data = [2 * image - 1 for image in pictures()]
+    generator, discriminator = Generator(), Discriminator()
+    optimizer_g = torch.optim.Adam(generator.parameters(), lr=2e-3, betas=(0.5, 0.999))
+    optimizer_d = torch.optim.Adam(discriminator.parameters(), lr=2e-3, betas=(0.5, 0.999))
+
+    def losses(discriminator, real):
+        with torch.no_grad():
+            fake = generator(torch.randn(len(real), 8, 1, 1, device=real.device))
+        return functional.softplus(-discriminator(real)) + functional.softplus(discriminator(fake))
+
+    training = Training(
+        discriminator, losses, optimizer_d, data, quiet_plan(data), clip_norm=1.0, folder=folder, save_every=4,
+        also={"generator": generator, "optimizer_g": optimizer_g},
+    )  # fmt: skip
+    return training, generator, optimizer_g, losses, data
+
+
+def update(generator, optimizer, discriminator):
+    """The generator's turn, against a discriminator that was released."""
+    discriminator.requires_grad_(False)
+    optimizer.zero_grad()
+    functional.softplus(-discriminator(generator(torch.randn(16, 8, 1, 1)))).mean().backward()
+    optimizer.step()
+    discriminator.requires_grad_(True)
+
+
+def test_gan_with_a_private_discriminator(tmp_path):
+    """The generator takes its own step in the loop's body, and comes back from a checkpoint with its optimizer."""
+    training, generator, optimizer, losses, data = gan(tmp_path)
+    before = mean_loss(training.model, losses, data)
+    for step in training:
+        update(generator, optimizer, training.model)
+        if step == 6:
+            break
+    training.close()
+    first = {name: value.clone() for name, value in generator.state_dict().items()}
+    training, generator, optimizer, losses, data = gan(tmp_path)
+    assert training.steps_taken == 6
+    torch.testing.assert_close(generator.state_dict(), first, rtol=0, atol=0)
+    assert len(optimizer.state) == len(list(generator.parameters()))
+    for _ in training:
+        update(generator, optimizer, training.model)
+    assert training.finished
+    assert mean_loss(training.model, losses, data) < before
+    real = lambda model, x: functional.softplus(-model(x))  # noqa: E731
+    assert_first_sum_is_autograds(training.model, real, data)
+
+
+# --- MAE ----------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(dim), nn.MultiheadAttention(dim, 2, batch_first=True)
+        self.norm2, self.mlp = (
+            nn.LayerNorm(dim),
+            nn.Sequential(nn.Linear(dim, 32), nn.GELU(), nn.Linear(32, dim)),
+        )
+
+    def forward(self, x):
+        y = self.norm1(x)
+        x = x + self.attn(y, y, y, need_weights=False)[0]
+        return x + self.mlp(self.norm2(x))
+
+
+class MaskedAutoencoder(nn.Module):
+    """Sees a quarter of the patches; a mask token stands for the others in the decoder."""
+
+    def __init__(self, patch=2, dim=16, decoder_dim=12):
+        super().__init__()
+        self.patch, count = patch, (8 // patch) ** 2
+        self.patch_embed = nn.Conv2d(1, dim, patch, patch)
+        self.cls_token = nn.Parameter(0.02 * torch.randn(1, 1, dim))
+        self.pos_embed = nn.Parameter(0.02 * torch.randn(1, count + 1, dim), requires_grad=False)
+        self.block, self.norm = Block(dim), nn.LayerNorm(dim)
+        self.decoder_embed = nn.Linear(dim, decoder_dim)
+        self.mask_token = nn.Parameter(0.02 * torch.randn(1, 1, decoder_dim))
+        self.decoder_pos_embed = nn.Parameter(0.02 * torch.randn(1, count + 1, decoder_dim))
+        self.decoder_block, self.decoder_pred = Block(decoder_dim), nn.Linear(decoder_dim, patch**2)
+
+    def patchify(self, images):
+        return functional.unfold(images, self.patch, stride=self.patch).transpose(1, 2)
+
+    def forward(self, images, order):
+        """The error over the hidden patches of each example; `order` ranks its patches, the first ones are seen."""
+        x = self.patch_embed(images).flatten(2).transpose(1, 2) + self.pos_embed[:, 1:]
+        b, n, d = x.shape
+        shuffled = order.argsort(1)
+        restore, kept = shuffled.argsort(1), shuffled[:, : n // 4]
+        x = torch.gather(x, 1, kept[:, :, None].expand(-1, -1, d))
+        cls_token = self.cls_token + self.pos_embed[:, :1]
+        x = self.norm(self.block(torch.cat((cls_token.expand(b, -1, -1), x), dim=1)))
+        x = self.decoder_embed(x)
+        masked = self.mask_token.repeat(b, n + 1 - x.shape[1], 1)
+        patches = torch.cat([x[:, 1:], masked], dim=1)
+        patches = torch.gather(patches, 1, restore[:, :, None].expand(-1, -1, x.shape[2]))
+        x = torch.cat([x[:, :1], patches], dim=1) + self.decoder_pos_embed
+        predicted = self.decoder_pred(self.decoder_block(x))[:, 1:]
+        hidden = (restore >= n // 4).float()
+        errors = (predicted - self.patchify(images)).square().mean(-1)
+        return (errors * hidden).sum(1) / hidden.sum(1)
+
+
+def test_masked_autoencoder_with_a_mask_token():
+    torch.manual_seed(0)
+    data, model = pictures(), MaskedAutoencoder()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, betas=(0.9, 0.95))
+
+    def losses(model, images):
+        return model(images, torch.rand(len(images), 16, device=images.device))
+
+    draws = TensorDataset(torch.stack(data), torch.rand(64, 16))
+    assert_first_sum_is_autograds(model, lambda model, batch: model(*batch), draws)
+    before, token = mean_loss(model, losses, data), model.mask_token.detach().clone()
+    training = Training(model, losses, optimizer, data, quiet_plan(data), clip_norm=1.0)
+    for step in training:
+        for group in optimizer.param_groups:  # adjusted in the loop, as the published program does
+            group["lr"] = 1e-2 * 0.5 * (1 + math.cos(math.pi * step / 24))
+    assert training.finished
+    assert mean_loss(model, losses, data) < 0.9 * before
+    assert not torch.equal(model.mask_token, token)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(5e-3)
