@@ -23,9 +23,10 @@ import torch
 from torch import nn
 
 import bandmf
+from bandmf.noise.schedule import INNER, Schedule
 from bandmf.planning import Plan
 from bandmf.strategies import BandedToeplitz
-from bandmf.torch import make_private
+from bandmf.torch import Training
 from bandmf.torch.losses import classification, language_model
 from models import MODELS, Setting
 from table import show
@@ -48,7 +49,6 @@ class Work:
     def __init__(self, setting: Setting, device: str, precision: str) -> None:
         self.setting, self.device, self.precision = setting, device, precision
         self.aside = 0  # bytes of noise and of the data set, which do not count
-        self.private: Any = None
 
     def fresh(self, for_opacus: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
@@ -95,22 +95,19 @@ class Work:
         model, optimizer = self.fresh()
         plan = self.plan()
         data = torch.utils.data.TensorDataset(*self.data(plan.examples))
-        private = make_private(
-            model, optimizer, data, plan, clip_norm=CLIP_NORM, clipping=clipping, self_test=False
+
+        def losses(model: nn.Module, batch: Any) -> torch.Tensor:
+            x, y = batch
+            return self.losses(self.scores(model, x), x, y)
+
+        training = Training(
+            model, losses, optimizer, data, plan, clip_norm=CLIP_NORM, clipping=clipping, verify=False
         )
-        batches = (batch for _ in range(STEPS) for batch in private.loader)
-
-        def step() -> None:
-            x, y = next(batches)
-            private.optimizer.zero_grad()
-            self.losses(self.scores(model, x), x, y).mean().backward()
-            private.optimizer.step()
-
-        self.private = private
-        vectors = [executor.vectors for executor in private.stepper.noise.executors.values()]
-        self.aside = sum(each.history.nbytes + each.prepared.nbytes for each in vectors)
+        # Past noise and sums prepared ahead, of which each is a vector of the model's size.
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        self.aside = 4 * trained * Schedule(plan.strategy, inner=INNER[self.device]).vectors
         self.aside += sum(each.nbytes for each in data.tensors) if self.device == "cuda" else 0
-        return step
+        return lambda: training.advance() and None
 
     def plan(self) -> Plan:
         """Any will do for timing; with parts of equal size and probability one, all batches have the same size."""
@@ -158,7 +155,7 @@ class Work:
 KINDS: dict[str, Callable[[Work], Callable[[], None]]] = {
     "not private": Work.public,
     "bandmf": Work.bandmf,
-    "bandmf hooks": lambda work: work.bandmf("hooks"),
+    "bandmf vmap": lambda work: work.bandmf("vmap"),
     "opacus ghost": Work.opacus_ghost,
     "opacus ghost, model as it is": lambda work: work.opacus_ghost(replaced=False),
     "opacus hooks": Work.opacus_hooks,

@@ -113,9 +113,13 @@ class Work:
         """A whole logical step, sampling and loading included."""
         model, optimizer = self.fresh()
         data = torch.utils.data.TensorDataset(self.text, self.labels)
-        private = bandmf.torch.make_private(model, optimizer, data, self.plan(bands), clip_norm=1.0)
-        batches = iter(private.loader)
-        return lambda: self.train(private.model, private.optimizer, *next(batches))
+
+        def losses(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+        plan = self.plan(bands)
+        training = bandmf.torch.Training(model, losses, optimizer, data, plan, clip_norm=1.0, verify=False)
+        return lambda: training.advance() and None
 
     def plan(self, bands: int) -> Plan:
         """Any plan will do for timing: sigma is one, the strategy's entries do not matter."""

@@ -36,7 +36,7 @@ __all__ = [
 def sampler(plan: SampledPlan, key: Key, examples: int | None = None) -> Sampler:
     """The sampler of a plan, for a data set with this many examples (by default the plan's own number).
 
-    The same key twice gives the same batches. make_private gives each run a key of its own, `key.for_run(run_id)`:
+    The same key twice gives the same batches. Training gives each run a key of its own, `key.for_run(run_id)`:
     runs that shared their secret batches would not compose as their plans say.
 
     >>> import bandmf

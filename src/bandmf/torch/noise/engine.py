@@ -264,7 +264,7 @@ class Engine:
         """What a restart needs. The key is not in it, only its fingerprint.
 
         The history is the noise of the last steps, in the clear: keep it as secret as the key. (The checkpoints of
-        make_private hold it encrypted: see bandmf.torch.noise.sealing.)
+        Training hold it encrypted: see bandmf.torch.noise.sealing.)
 
         Parts of sharded tensors are DTensors, for torch.distributed.checkpoint. With `copy=False` the
         tensors share the state's memory: save them before the next step, or load into them in place.

@@ -113,6 +113,6 @@ def _check_alone() -> None:
             int(launched),
             "this is one of several processes, but there is no process group: each would spend the budget of the "
             "same data on a run of its own",
-            'call torch.distributed.init_process_group("nccl"), or "gloo" on the CPU, before make_private; to train '
+            'call torch.distributed.init_process_group("nccl"), or "gloo" on the CPU, before Training; to train '
             "alone, unset WORLD_SIZE",
         )

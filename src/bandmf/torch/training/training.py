@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from bandmf import _check
 from bandmf._interrupts import Termination
@@ -23,6 +20,14 @@ from bandmf.randomness.key import Key
 from bandmf.sampling import sampler_of
 from bandmf.torch.clipping import checked_mode, make_clipping
 from bandmf.torch.clipping.check import check
+from bandmf.torch.training.arguments import (
+    check_allocated,
+    check_memory,
+    checked_losses,
+    checked_model,
+    checked_saving,
+    note_modes,
+)
 from bandmf.torch.training.checkpoint import Saved
 from bandmf.torch.training.data import Batches, Collate, Examples
 from bandmf.torch.training.ranks import Ranks
@@ -38,7 +43,6 @@ from bandmf.torch.training.trained import (
 
 log = logging.getLogger("bandmf")
 
-_MOST_PADDING = 1.25  # times the memory limit
 _LEAST_CLIP_NORM = 1e-15  # float32 does not hold the squares of much smaller gradients
 _FINITE_EVERY = 100  # steps between two looks at the weights
 
@@ -115,9 +119,9 @@ class Training:
         clipping, per_layer = checked_mode(clipping), bool(per_layer)
         micro_batch = None if micro_batch is None else _check.whole("micro_batch", micro_batch)
         self.folder = None if folder is None else Path(folder)
-        self._save_every = _checked_saving(self.folder, save_every, plan)
-        model = _checked_model(model)
-        _check_callable("losses", losses)
+        self._save_every = checked_saving(self.folder, save_every, plan)
+        model = checked_model(model)
+        losses = checked_losses(losses)
         check(model, clipping=clipping).refuse()
         optimizers = checked_optimizers(optimizer)
         trained = Trained(model, optimizers, checked_schedules(scheduler, optimizers), checked_also(also))
@@ -128,8 +132,8 @@ class Training:
             "clip_norm": clip_norm, "per_layer": per_layer, "clipping": clipping, "len(data)": examples.count(),
             "micro_batch": micro_batch, "save_every": self._save_every, "verify": bool(verify),
         })  # fmt: skip
-        _check_memory(plan, trained, ranks)
-        _note_modes(model)
+        check_memory(plan, trained, ranks)
+        note_modes(model)
         self._clipping = make_clipping(clipping, model, trained.parameters, clip_norm, per_layer)
         self._verified = bool(verify)
         if verify:
@@ -143,7 +147,7 @@ class Training:
         stepper = Stepper(
             plan, self._opened.run_key, sampler, trained, losses, self._clipping, clip_norm, ranks
         )
-        _check_allocated(plan, stepper)
+        check_allocated(plan, stepper)
         self._trained, self._stepper = trained, stepper
         self._batches = Batches(examples, plan, sampler, ranks, stepper.generators, micro_batch)
         self._progress = _Progress(plan.steps)
@@ -343,68 +347,3 @@ class _Progress:
                 self.steps,
             )
         self.closed = True
-
-
-# --- arguments --------------------------------------------------------------------------------------------
-
-
-def _checked_model(model: Any) -> nn.Module:
-    if isinstance(model, DistributedDataParallel):
-        model = model.module  # the library adds up over the ranks, after clipping
-    if not isinstance(model, nn.Module):
-        raise _check.fail(
-            "model", type(model).__name__, "must be a torch.nn.Module",
-            "the order is Training(model, losses, optimizer, data, plan, ...)",
-        )  # fmt: skip
-    return model
-
-
-def _check_callable(name: str, value: Callable[..., Any]) -> None:
-    if not callable(value) or isinstance(value, nn.Module | torch.optim.Optimizer):
-        raise _check.fail(
-            name, type(value).__name__, "must be a function losses(model, batch) that gives one loss for each example",
-            'such as: lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none")',
-        )  # fmt: skip
-
-
-def _checked_saving(folder: Path | None, save_every: int | None, plan: Plan) -> int:
-    if save_every is not None and folder is None:
-        raise _check.fail("save_every", save_every, "there is nowhere to save", "give Training a folder")
-    if save_every is not None:
-        return _check.whole("save_every", save_every)
-    expected = plan.steps if plan.examples is None else plan.examples / plan.batch_size
-    return max(1, min(plan.steps, math.ceil(expected)))
-
-
-def _note_modes(model: nn.Module) -> None:
-    """A pretrained model comes in eval mode, which silently turns dropout off."""
-    if not model.training and any(isinstance(each, nn.Dropout) and each.p for each in model.modules()):
-        log.warning(
-            "model: is in eval mode, so it is trained without dropout; call model.train() before Training if that is "
-            "not meant"
-        )
-
-
-def _check_memory(plan: Plan, trained: Trained, ranks: Ranks) -> None:
-    """What the plan says of the noise's memory must be true of this model and these ranks."""
-    count = sum(parameter.numel() for parameter in trained.parameters.values())
-    if plan.parameters is not None and plan.parameters != count:
-        raise _check.fail("plan.parameters", plan.parameters, f"the model has {count} trainable parameters")
-    if plan.memory_limit is not None and plan.devices > ranks.world:
-        raise _check.fail(
-            "plan.devices",
-            plan.devices,
-            f"the noise is shared by {ranks.world} ranks, so it needs more memory",
-        )
-
-
-def _check_allocated(plan: Plan, stepper: Stepper) -> None:
-    """Many tiny tensors are padded to more than they hold: that must not pass the plan's limit by much."""
-    vectors = [executor.vectors for executor in stepper.noise.executors.values()]
-    held = sum(each.history.nbytes + each.prepared.nbytes for each in vectors)
-    if plan.memory_limit is not None and held > _MOST_PADDING * plan.memory_limit:
-        raise _check.fail(
-            "plan.memory_limit", plan.memory_limit,
-            f"the noise of this model takes {held} bytes, as each of its many small tensors is padded",
-            "plan with fewer bands, or a larger memory=",
-        )  # fmt: skip
