@@ -36,7 +36,7 @@ def checked_model(model: Any) -> nn.Module:
 def checked_losses(value: Any) -> Losses:
     if not callable(value) or isinstance(value, nn.Module | torch.optim.Optimizer):
         raise _check.fail(
-            "losses", type(value).__name__, "must be a function losses(model, batch) that gives one loss for each example",
+            "losses", type(value).__name__, "must be a function (model, batch) that gives one loss for each example",
             'such as: lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none")',
         )  # fmt: skip
     return value

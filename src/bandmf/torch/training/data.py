@@ -6,37 +6,24 @@ empty share is filled with one example that counts nothing; together the shares 
 
 from __future__ import annotations
 
+import copy
 import math
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    TensorDataset,
-    default_collate,
-)
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from bandmf import _check
 from bandmf.planning import Plan
 from bandmf.sampling import Sampler
+from bandmf.torch.training import loaders
 from bandmf.torch.training.generators import Generators, SeededIndices, generator
 from bandmf.torch.training.ranks import Ranks
 
 Collate = Callable[[list[Any]], Any]
 _VERIFIED = 4  # examples that verify is given
-
-
-class Moved(Protocol):
-    """What can be brought to a device as a whole: tensors, batches of transformers and of PyG."""
-
-    def to(self, device: torch.device) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -56,7 +43,7 @@ class Examples:
     def __init__(self, data: Any, plan: Plan, collate: Collate | None, workers: int) -> None:
         self.options: dict[str, Any] = {}
         if isinstance(data, DataLoader):
-            data, self.options = _taken(data, plan)
+            data, self.options = loaders.taken(data, plan)
         if collate is not None:
             self.options["collate_fn"] = collate
         if workers:
@@ -219,9 +206,11 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """A batch with everything that has a device on this one; containers are copied, all else is as it was."""
     if hasattr(batch, "to") and not isinstance(batch, type):
         return batch.to(device)
-    if isinstance(batch, Mapping):
-        moved = {name: to_device(value, device) for name, value in batch.items()}
-        return moved if type(batch) is dict else type(batch)(moved)  # type: ignore[call-arg]
+    if isinstance(batch, MutableMapping):
+        moved = copy.copy(batch)  # of its own class, which may have more than items
+        for name, value in batch.items():
+            moved[name] = to_device(value, device)
+        return moved
     if isinstance(batch, tuple):
         several = [to_device(value, device) for value in batch]
         return type(batch)(*several) if hasattr(batch, "_fields") else tuple(several)
@@ -249,61 +238,3 @@ def _examples_of(stream: Any) -> Iterator[Any]:
         if not (isinstance(item, tuple) and len(item) == 2):
             raise _check.fail("data", type(item).__name__, "a stream must give pairs (index, example)")
         yield item[1]
-
-
-# --- a DataLoader of the user's ---------------------------------------------------------------------------
-
-_TAKEN = (
-    "collate_fn",
-    "num_workers",
-    "prefetch_factor",
-    "pin_memory",
-    "worker_init_fn",
-    "multiprocessing_context",
-)
-
-
-def _taken(loader: DataLoader[Any], plan: Plan) -> tuple[Any, dict[str, Any]]:
-    """Data set and options of a DataLoader. Its batches are the plan's, so one that chooses rows is refused."""
-    if not isinstance(loader.dataset, IterableDataset):
-        _check_whole(loader)
-    if unused := _unused(loader, plan):
-        warnings.warn(
-            f"DataLoader({', '.join(unused)}): not used; the plan draws the batches, of about {plan.batch_size:g} "
-            "examples",
-            stacklevel=4,
-        )
-    return loader.dataset, {name: getattr(loader, name) for name in _TAKEN}
-
-
-def _unused(loader: DataLoader[Any], plan: Plan) -> list[str]:
-    """What a DataLoader was told of its batches that the plan's are not like."""
-    given = {
-        "batch_size": loader.batch_size not in (None, 1, plan.batch_size) and loader.batch_size,
-        "drop_last": loader.drop_last,
-    }
-    return [f"{name}={value}" for name, value in given.items() if value]
-
-
-def _check_whole(loader: DataLoader[Any]) -> None:
-    """Fail unless the DataLoader gives each row of its data set once, one row at a time."""
-    batches = loader.batch_sampler
-    if batches is None:
-        raise _check.fail(
-            "DataLoader(batch_size=...)", None, "each item of its data set counts as one example, even one that is a "
-            "batch", "give Training a data set of single examples",
-        )  # fmt: skip
-    rows: Any = batches.sampler if type(batches) is BatchSampler else batches
-    size = len(loader.dataset)  # type: ignore[arg-type]
-    in_order = type(rows) is SequentialSampler and len(rows.data_source) == size
-    shuffled = type(rows) is RandomSampler and not rows.replacement and len(rows.data_source) == size
-    if in_order or (shuffled and rows.num_samples == size):
-        return
-    if isinstance(rows, torch.utils.data.DistributedSampler) and len(rows.dataset) == size:  # type: ignore[arg-type]
-        return  # which would have shared the rows among ranks; the plan's batches are shared as well
-    raise _check.fail(
-        "DataLoader(sampler=..., batch_sampler=...)", type(rows).__name__,
-        "which rows it takes cannot be honored: the plan draws its batches from the whole data set",
-        "give Training the data set itself, or torch.utils.data.Subset(dataset, indices) for some of its rows, and "
-        "plan with examples=len(...) of what you give",
-    )  # fmt: skip

@@ -50,7 +50,8 @@ _FINITE_EVERY = 100  # steps between two looks at the weights
 class Training:
     """Private training of a model: one item for each update, until the plan ends.
 
-    >>> import bandmf
+    >>> import bandmf, torch
+    >>> from torch import nn
     >>> data = torch.utils.data.TensorDataset(torch.randn(100, 3), torch.randn(100))
     >>> model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
     >>> def losses(model, batch):  # one loss for each example of the batch
