@@ -13,10 +13,11 @@ from bandmf.torch.clipping.contributions import Outer, Rows
 from bandmf.torch.clipping.protocol import Clipping, Parameters
 from bandmf.torch.clipping.refusals import refuse_mixing, refuse_shared_memory, suspects
 from bandmf.torch.clipping.rules import rule, total
+from bandmf.torch.clipping.vmapped import Vmapped
 
 __all__ = ["Bookkeeping", "Clipping", "Outer", "Parameters", "Rows", "make_clipping", "rule", "total"]
 
-MODES = ("auto", "bookkeeping", "hooks", "functorch")
+MODES = ("auto", "bookkeeping", "vmap", "hooks", "functorch")
 
 
 def checked_mode(mode: str) -> str:
@@ -34,6 +35,8 @@ def make_clipping(
     mode = checked_mode(mode)
     refuse_mixing(suspects(model))
     refuse_shared_memory(model)
+    if mode == "vmap":
+        return Vmapped(model, parameters, clip_norm, per_layer)
     return Both(model, parameters, clip_norm, per_layer, mode)
 
 

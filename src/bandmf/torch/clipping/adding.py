@@ -10,10 +10,56 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
 from bandmf.torch.clipping.contributions import Contribution, Outer, Pack
-from bandmf.torch.clipping.norms import Terms
+from bandmf.torch.clipping.norms import Terms, squares_apart, total_squares
 from bandmf.torch.clipping.products import PORTION, fuses
+from bandmf.torch.clipping.protocol import Parameters, clip_factors, clip_limit
 
 _LARGE, _LARGE_ON_GPUS = 1 << 18, 1 << 23  # numbers that cost more to copy than it saves
+
+
+class Adder:
+    """Clips what is described to the clip norm, and adds it up."""
+
+    def __init__(self, parameters: Parameters, clip_norm: float, per_layer: bool) -> None:
+        self._parameters, self._per_layer = parameters, per_layer
+        self.sharded = any(isinstance(parameter, DTensor) for parameter in parameters.values())
+        self._limit = clip_limit(clip_norm, parameters, per_layer)
+
+    def add(self, sums: dict[str, Tensor], small: list[Pack], terms: Terms, valid: int) -> Tensor:
+        """Add the clipped gradients of the first `valid` examples; how many of them were not finite."""
+        good, factors = self._factors(small, terms, valid)
+        if not bool(good.all()):
+            small, terms, factors = keep(good.nonzero().flatten(), small, terms, factors)
+        if self.sharded:
+            self._add_shards(sums, small, terms, factors)
+        else:
+            add_terms(sums, small, terms, factors, 1.0)
+        return valid - good[:valid].sum()
+
+    def _factors(self, small: list[Pack], terms: Terms, valid: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Which examples are finite, and what each example's gradient of each parameter is multiplied by."""
+        if self._per_layer:
+            apart = squares_apart(small, terms)
+            device = next(iter(apart.values())).norm.device
+            bounds = {name: each.bound().to(device) for name, each in apart.items()}
+            good = torch.stack(list(bounds.values())).isfinite().all(0)
+        else:
+            bound = total_squares(small, terms).bound()
+            bounds, good = {"": bound}, bound.isfinite()
+        counted = good.clone()
+        counted[valid:] = False
+        factors = {name: clip_factors(bound, self._limit, counted) for name, bound in bounds.items()}
+        return good, factors if self._per_layer else dict.fromkeys(self._parameters, factors[""])
+
+    def _add_shards(
+        self, sums: dict[str, Tensor], small: list[Pack], terms: Terms, factors: dict[str, Tensor]
+    ) -> None:
+        parts = {name: part for pack in small for name, part in pack.parts()}
+        for name, parameter in self._parameters.items():  # on all ranks in the same order
+            whole = torch.zeros(parameter.shape, dtype=sums[name].dtype, device=sums[name].device)
+            own = [Pack.of({name: parts[name]})] if name in parts else []
+            add_terms({name: whole}, own, {name: terms.get(name, [])}, factors, 1.0)
+            sums[name].add_(scatter(whole, parameter))
 
 
 def count_places(terms: Terms) -> None:

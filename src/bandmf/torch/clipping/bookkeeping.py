@@ -14,16 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from bandmf.torch.clipping.adding import add_terms, count_places, keep, pack, scatter
+from bandmf.torch.clipping.adding import Adder, count_places, pack
 from bandmf.torch.clipping.contributions import Contribution, Outer, Pack, Rows, join, write_out_thin
 from bandmf.torch.clipping.contributions.totals import Totals
 from bandmf.torch.clipping.layers import layers_of
-from bandmf.torch.clipping.norms import Terms, squares_apart, total_squares
+from bandmf.torch.clipping.norms import Terms
 from bandmf.torch.clipping.passes import backward, wanted_gradients
 from bandmf.torch.clipping.products import widened
-from bandmf.torch.clipping.protocol import Losses, Parameters, checked_losses, clip_factors, clip_limit
+from bandmf.torch.clipping.protocol import Losses, Parameters, checked_losses
 from bandmf.torch.clipping.recording import Recorder
 from bandmf.torch.clipping.refusals import unrecorded
 from bandmf.torch.noise.precision import plain_arithmetic
@@ -33,9 +32,8 @@ class Bookkeeping:
     """The clipping of a model whose layers can be described."""
 
     def __init__(self, model: nn.Module, parameters: Parameters, clip_norm: float, per_layer: bool) -> None:
-        self._model, self._parameters, self._per_layer = model, parameters, per_layer
-        self._sharded = any(isinstance(parameter, DTensor) for parameter in parameters.values())
-        self._limit = clip_limit(clip_norm, parameters, per_layer)
+        self._model, self._parameters = model, parameters
+        self._adder = Adder(parameters, clip_norm, per_layer)
         self.layers = layers_of(model, {id(p): name for name, p in parameters.items()})
         self._recorder = Recorder()
 
@@ -53,12 +51,9 @@ class Bookkeeping:
         with wanted_gradients(self._model, self._parameters), self._recorder.of(self.layers, examples):
             each = checked_losses(losses(self._model, batch), examples)
             self._recorder.listen()
-            backward(each, () if self._sharded else self._parameters.values())
+            backward(each, () if self._adder.sharded else self._parameters.values())
             with plain_arithmetic():
-                small, terms = self._terms(examples)
-                good, factors = self._factors(small, terms, valid)
-                self._add(sums, small, terms, factors, good)
-        return valid - good[:valid].sum()
+                return self._adder.add(sums, *self._terms(examples), valid)
 
     def _terms(self, examples: int) -> tuple[list[Pack], Terms]:
         """What was recorded, by parameter: small gradients in packs, one for each device, and the rest."""
@@ -89,41 +84,6 @@ class Bookkeeping:
                 f"rule: that of {name!r} does not give one gradient of shape {tuple(shape)} for each example: add up "
                 "over an example's places with bandmf.torch.clipping.total"
             )
-
-    def _factors(self, small: list[Pack], terms: Terms, valid: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Which examples are finite, and what each example's gradient of each parameter is multiplied by."""
-        if self._per_layer:
-            apart = squares_apart(small, terms)
-            device = next(iter(apart.values())).norm.device
-            bounds = {name: each.bound().to(device) for name, each in apart.items()}
-            good = torch.stack(list(bounds.values())).isfinite().all(0)
-        else:
-            bound = total_squares(small, terms).bound()
-            bounds, good = {"": bound}, bound.isfinite()
-        counted = good.clone()
-        counted[valid:] = False
-        factors = {name: clip_factors(bound, self._limit, counted) for name, bound in bounds.items()}
-        return good, factors if self._per_layer else dict.fromkeys(self._parameters, factors[""])
-
-    def _add(
-        self,
-        sums: dict[str, Tensor],
-        small: list[Pack],
-        terms: Terms,
-        factors: dict[str, Tensor],
-        good: Tensor,
-    ) -> None:
-        if not bool(good.all()):
-            small, terms, factors = keep(good.nonzero().flatten(), small, terms, factors)
-        if not self._sharded:
-            add_terms(sums, small, terms, factors, 1.0)
-            return
-        parts = {name: part for pack in small for name, part in pack.parts()}
-        for name, parameter in self._parameters.items():  # on all ranks in the same order
-            whole = torch.zeros(parameter.shape, dtype=sums[name].dtype, device=sums[name].device)
-            own = [Pack.of({name: parts[name]})] if name in parts else []
-            add_terms({name: whole}, own, {name: terms.get(name, [])}, factors, 1.0)
-            sums[name].add_(scatter(whole, parameter))
 
 
 def _fits(given: Contribution, examples: int, shape: torch.Size) -> bool:

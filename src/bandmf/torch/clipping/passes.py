@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ def wanted_gradients(model: nn.Module, parameters: Parameters) -> Iterator[None]
             if was != (id(parameter) in wanted):
                 parameter.requires_grad_(not was)
         _drop(parameters)
-        with _eagerly(), torch.enable_grad():
+        with eagerly(), torch.enable_grad():
             yield
     finally:
         for parameter, was in before:
@@ -36,8 +37,8 @@ def _drop(parameters: Parameters) -> None:
         parameter.grad = None
 
 
-def _eagerly():  # type: ignore[no-untyped-def]
-    """Nothing is compiled where torch's compiler was never loaded, which takes seconds."""
+def eagerly() -> AbstractContextManager[Any]:
+    """Nothing is compiled meanwhile; nor where torch's compiler was never loaded, which takes seconds."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
