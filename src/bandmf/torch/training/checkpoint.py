@@ -63,9 +63,9 @@ class Saved:
         with uninterrupted():
             first(lambda: checkpoints.prepare(target.parent, draft))
             with self._sealed() as state, _alone_or_together() as alone:
-                written = dcp.save(state, checkpoint_id=draft, planner=_WritePlain(), no_dist=alone)
+                dcp.save(state, checkpoint_id=draft, planner=_WritePlain(), no_dist=alone)
             # Those that will be read: a listing of a network folder may lack the newest files of other ranks.
-            names = first(lambda: sorted({info.relative_path for info in written.storage_data.values()}))
+            names = first(lambda: _files_of(dcp.FileSystemReader(draft).read_metadata()))
             stepper = self.stepper
             checkpoints.add_seal(
                 draft,
@@ -206,6 +206,10 @@ class Saved:
                 like = parameters.get(path[3], torch.empty(0)) if of_parameter else torch.empty(0)
                 place[path[-1]] = optimizer_state.template(like, found.size, found.properties.dtype)
         return state
+
+
+def _files_of(metadata: Metadata) -> list[str]:
+    return sorted({info.relative_path for info in metadata.storage_data.values()})
 
 
 # Objects are tensors, numbers, text and containers of them, so that reading one can execute nothing.
