@@ -48,6 +48,7 @@ class Vmapped:
         self._adder = Adder(parameters, clip_norm, per_layer)
         if self._adder.sharded:
             raise _check.fail("clipping", "vmap", "with FSDP2 must be 'auto'")
+        self._places = _places(model, parameters)
         size = sum(parameter.numel() for parameter in parameters.values())
         self._at_once = max(1, _WRITTEN // max(1, size))
 
@@ -59,12 +60,12 @@ class Vmapped:
     ) -> Tensor:
         leaves, shape = _leaves(batch, examples)
         called = _Called(self._model, losses)
-        own = {f"model.{name}": parameter.detach() for name, parameter in self._parameters.items()}
+        own = {name: parameter.detach() for name, parameter in self._parameters.items()}
         left_out = []
         for begin in range(0, examples, self._at_once):
             part = [leaf[begin : begin + self._at_once] for leaf in leaves]
             found = self._gradients(called, own, part, shape)
-            small = [Pack.of({name: widened(found[f"model.{name}"])}) for name in self._parameters]
+            small = [Pack.of({name: widened(found[name])}) for name in self._parameters]
             with plain_arithmetic():
                 own_valid = min(max(0, valid - begin), len(part[0]))
                 left_out.append(self._adder.add(sums, small, {}, own_valid))
@@ -77,7 +78,8 @@ class Vmapped:
 
         def loss(parameters: dict[str, Tensor], one: list[Tensor]) -> Tensor:
             batch = shape([leaf[None] for leaf in one])
-            return functional_call(called, parameters, (batch,))
+            given = {place: parameters[name] for name, several in self._places.items() for place in several}
+            return functional_call(called, given, (batch,), tie_weights=False)
 
         try:
             with eagerly(), torch.no_grad():  # the graph is torch.func's own
@@ -87,6 +89,20 @@ class Vmapped:
                 f"clipping='vmap': torch.func cannot vectorize this model ({error}); use clipping='auto', or write "
                 "what it names with operations that it knows"
             ) from error
+
+
+def _places(model: nn.Module, parameters: Parameters) -> dict[str, list[str]]:
+    """Where each parameter is exchanged, once for each module that owns it.
+
+    torch.func's own search for tied weights does not put a module back that is in two places.
+    """
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    found: dict[str, list[str]] = {name: [] for name in parameters}
+    for path, module in model.named_modules():  # each module once
+        for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) in names:
+                found[names[id(parameter)]].append(f"model.{path}.{own}" if path else f"model.{own}")
+    return found
 
 
 def _leaves(batch: Any, examples: int) -> tuple[list[Tensor], Any]:
