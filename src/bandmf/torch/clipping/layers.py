@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from bandmf.torch.clipping import recurrent
 from bandmf.torch.clipping.attention import Attention, describes
 from bandmf.torch.clipping.recording import Layer, Recorded, RecordedLinear
 from bandmf.torch.clipping.refusals import UnfitError, bare_parameter, two_dimensions
@@ -32,6 +33,8 @@ def _walk(module: nn.Module, path: str, names: dict[int, str], batch: int) -> It
     own = {name: names[id(p)] for name, p in module._parameters.items() if p is not None and id(p) in names}
     if own and describes(module):
         yield Layer(module, path, own, 0, replacement=Attention)
+    elif own and recurrent.describes(module):
+        yield Layer(module, path, own, 0, replacement=recurrent.Recurrent)
     elif own and (rule := rule_for(module)) is not None:
         yield Layer(module, path, own, batch, rule, _replacement(module, rule))
     elif own:

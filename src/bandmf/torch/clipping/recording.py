@@ -163,6 +163,15 @@ class Recorder:
         alone = _memory(output) is not _memory(given)
         return _Note.apply(ANCHOR, receive, alone, output, given.detach())
 
+    def note_late(self, layer: Layer, rule: Rule, given: list[Tensor], output: Tensor) -> Tensor:
+        """The same where the inputs, one for each time, are known later than the output."""
+        whose = owners()
+
+        def receive(_: tuple[Tensor, ...], gradient: Tensor) -> None:
+            self.receive(layer, rule, whose, torch.stack(given, 1), gradient)
+
+        return _Note.apply(ANCHOR, receive, False, output)
+
     def call(self, layer: Layer, args: Any, kwargs: Any) -> Call:
         """What torch.func needs to repeat a call of a layer without a rule; made before the layer runs."""
         return Call(layer, args, kwargs, self.count(owners()), self._seen.setdefault(layer, {}))

@@ -49,7 +49,7 @@ class UnfitError(UnsupportedError):
 
 def suspects(model: nn.Module) -> dict[str, nn.Module]:
     """The layers that mix examples, now or in another mode."""
-    kinds = (_BatchNorm, _InstanceNorm, nn.Embedding, nn.EmbeddingBag, nn.RNNBase)
+    kinds = (_BatchNorm, _InstanceNorm, nn.Embedding, nn.EmbeddingBag)
     return {path: module for path, module in model.named_modules() if isinstance(module, kinds)}
 
 
@@ -83,9 +83,6 @@ def _mixes(module: Any) -> tuple[str, str] | None:
         )
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq:
         return "whose scale_grad_by_freq divides by counts over the whole batch", "make it without that"
-    if isinstance(module, nn.RNNBase) and any(p.requires_grad for p in module.parameters()):
-        kind = f"opacus.layers.DP{type(module).__name__}"
-        return "whose gradients of single examples torch does not give", f"use {kind}, or freeze it"
     return None
 
 

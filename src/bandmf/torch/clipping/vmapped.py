@@ -111,7 +111,9 @@ def _leaves(batch: Any, examples: int) -> tuple[list[Tensor], Any]:
     mapping = isinstance(batch, Mapping) and not isinstance(batch, dict)  # transformers' BatchEncoding
     leaves, spec = pytree.tree_flatten(dict(batch) if mapping else batch)
     tensors = [leaf for leaf in leaves if leaf is not None]
-    if not tensors or not all(isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == examples for leaf in tensors):
+    if not tensors or not all(
+        isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == examples for leaf in tensors
+    ):
         raise ValueError(
             "clipping='vmap': every part of a batch must be a tensor with one row for each example; give the rest to "
             "the losses by itself"
