@@ -1,0 +1,116 @@
+"""Look, on a few examples, for what no construction excludes: examples that depend on each other.
+
+Guarantees: model, buffers, modes, gradients and generators are left as they were; what cannot be compared becomes a
+note, never a problem.
+
+- The other rows have no gradient: exact for all that is differentiable, whatever is drawn.
+- Alone as in company: an example has the same loss and gradient alone, elsewhere and beside others, for what has no
+  gradient. Random draws are made a function of the example for this.
+- Nothing changes by looking: buffers and weights do not follow the data.
+- Clipping sums up what autograd finds for single examples.
+
+Not covered: what depends on the others only for examples unlike the ones given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from bandmf import _check
+from bandmf.torch.clipping import make_clipping
+from bandmf.torch.clipping.check.report import Report
+from bandmf.torch.clipping.protocol import Losses
+from bandmf.torch.clipping.refusals import Finding, mixing, suspects
+from bandmf.torch.noise.precision import exact
+from bandmf.torch.training.data import Collate
+from bandmf.torch.training.verify import sentences
+from bandmf.torch.training.verify.company import Compared, compare, gradients_differ
+from bandmf.torch.training.verify.draws import STYLES
+from bandmf.torch.training.verify.others import Gradient, judge
+from bandmf.torch.training.verify.passes import Passes
+from bandmf.torch.training.verify.start import Start, same_bits
+
+_MOST = 8  # examples
+_COMPARED = 2  # of which so many have the gradients of their weights compared
+_HUGE = 1e12  # a clip norm that clips nothing
+
+
+def verify(
+    model: nn.Module,
+    losses: Losses,
+    examples: Sequence[Any],
+    *,
+    collate: Collate | None = None,
+    clipping: str = "auto",
+) -> Report:
+    """Whether each of a few examples, as a data set gives them, contributes by itself.
+
+    losses: As in Training: `losses(model, batch)` gives a vector, one loss for each example.
+    examples: Two to eight that differ in length, class and size; public or made-up ones will do.
+    """
+    examples = list(examples)
+    _check.whole("len(examples)", len(examples), 2, _MOST)
+    problems, notes = list(mixing(suspects(model))), []
+    if not problems:
+        with exact(), Start(model) as start:
+            passes = Passes(model, losses, examples, collate or default_collate, start)
+            problems, notes = _looked_at(passes, losses, clipping)
+    return Report(type(model).__name__, clipping, tuple(problems), tuple(notes))
+
+
+def _looked_at(passes: Passes, losses: Losses, clipping: str) -> tuple[list[Finding], list[Finding]]:
+    notes = []
+    passes.profile()
+    if passes.failed is not None:
+        notes.append(sentences.not_alone(passes.failed))
+    tried = set(range(min(_COMPARED, passes.count)))
+    full = passes(range(passes.count), tracked=True)
+    try:
+        judged = judge(passes, full, tried)
+    except RuntimeError as error:  # of reentrant checkpoints
+        return [], [*notes, sentences.not_judged(error)]
+    other = passes([*reversed(range(passes.count)), 0])
+    problems = list(_changes(passes.model, full.changed, other.changed))
+    if judged.leak is not None:
+        return [*problems, judged.leak], notes
+    found = compare(passes, full, other, judged.gradients, tried)
+    notes += found.notes
+    problems += found.problems
+    if not problems:
+        problems += _sums(passes, losses, clipping, found)
+    return problems, notes
+
+
+def _changes(
+    model: nn.Module, one: dict[str, Tensor | None], other: dict[str, Tensor | None]
+) -> Iterator[Finding]:
+    """After two different batches: a counter is the same after both, a statistic of the data is not."""
+    buffers = {name for name, _ in model.named_buffers()}
+    for name in one.keys() | other.keys():
+        if (name in one) != (name in other) or not same_bits(one.get(name), other.get(name)):
+            yield sentences.changed(name, name in buffers or name not in dict(model.named_parameters()))
+
+
+def _sums(passes: Passes, losses: Losses, clipping: str, found: Compared) -> Iterator[Finding]:
+    """Clipping that clips nothing must give the sum of what autograd gives for single examples."""
+    members = sorted(found.alone)
+    sums = {n: torch.zeros(p.shape, device=p.device) for n, p in passes.trained.items()}
+    try:
+        clip = make_clipping(clipping, passes.model, passes.trained, _HUGE, False)
+        passes.clipped(members, lambda batch: clip.add_to(sums, losses, batch, len(members), len(members)))
+    except (RuntimeError, ValueError, TypeError) as error:
+        yield sentences.no_clipping(error)
+        return
+    if found.notes:
+        return
+    expected: Gradient = {
+        name: sum((g for each in found.alone.values() if (g := each[name]) is not None), torch.zeros(()))
+        for name in passes.trained
+    }
+    for name in gradients_differ(dict(sums), expected, passes.is_half):
+        yield sentences.other_sum(name) if bool(sums[name].any()) else sentences.lost(name)

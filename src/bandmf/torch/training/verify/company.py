@@ -1,0 +1,146 @@
+"""Alone as in company: loss and gradient of an example do not change with the others, their number and their places."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from bandmf.torch.clipping.refusals import Finding
+from bandmf.torch.training.verify import sentences
+from bandmf.torch.training.verify.draws import STYLES, Style
+from bandmf.torch.training.verify.others import Gradient
+from bandmf.torch.training.verify.passes import Pass, Passes
+
+# Batches of another size use other kernels, which add up in another order: float32 errs by some 1e-6 of a loss. Its
+# gradient can jump where a ReLU's input is rounded across zero, by the share of one unit. Half types err by 2^-8 a
+# layer. What depends on others changes losses by whole factors.
+_LOSS, _LOSS_OF_HALF = 1e-4, 5e-2
+_GRADIENT, _GRADIENT_OF_HALF = 1e-2, 2e-1
+
+
+@dataclass
+class Compared:
+    """What came of it, and the gradients of examples alone."""
+
+    problems: list[Finding] = field(default_factory=list)
+    notes: list[Finding] = field(default_factory=list)
+    alone: dict[int, Gradient] = field(default_factory=dict)
+
+
+def compare(
+    passes: Passes, full: Pass, other: Pass, gradients: dict[int, Gradient], tried: set[int]
+) -> Compared:
+    """`full` and `other` are passes over all examples, in two orders; `gradients` are those of `full`."""
+    first: Compared | None = None
+    for style in STYLES:
+        if first is not None:
+            full = passes(full.members, style, tracked=True)
+            other = passes(other.members, style)
+            gradients = {
+                e: dict(zip(passes.trained, full.gradient(e, _weights(passes)), strict=True)) for e in tried
+            }
+        found = _compare(passes, full, other, gradients, tried, style)
+        if not found.problems:
+            return found
+        first = first or found
+        if not full.draws.shapes:
+            break  # nothing is drawn: another style changes nothing
+    assert first is not None
+    if passes.unassigned:
+        return Compared([], [sentences.not_compared()], first.alone)
+    return first
+
+
+def _weights(passes: Passes) -> list[Tensor]:
+    return list(passes.trained.values())
+
+
+def _compare(
+    passes: Passes, full: Pass, other: Pass, gradients: dict[int, Gradient], tried: set[int], style: Style
+) -> Compared:
+    found = Compared()
+    alone: list[Tensor] = []
+    for example in range(passes.count):
+        one = passes.alone(example, style, tracked=example in tried)
+        alone.append(one.losses[0].detach())
+        if example in tried:
+            found.alone[example] = dict(zip(passes.trained, one.gradient(0, _weights(passes)), strict=True))
+    values = torch.stack(alone).double()
+    together = full.losses.detach().double()
+    elsewhere = other.losses[: passes.count].double().flip(0)
+    if not values.isfinite().any():
+        found.notes.append(sentences.not_finite())
+    scale = torch.nan_to_num(values.abs(), nan=0.0, posinf=0.0).max()
+    for company in (together, elsewhere):
+        for example in range(passes.count):
+            if _differs(values[example], company[example], scale, passes.is_half):
+                found.problems.append(_cause(passes, example, values[example], company[example], style))
+                return found
+    for example in tried:
+        for name in gradients_differ(gradients[example], found.alone[example], passes.is_half):
+            found.problems.append(sentences.only_gradients(name))
+    return found
+
+
+def _differs(one: Tensor, other: Tensor, scale: Tensor, is_half: bool) -> bool:
+    if not bool(one.isfinite() & other.isfinite()):
+        return not torch.equal(
+            torch.nan_to_num(one, posinf=1, neginf=-1), torch.nan_to_num(other, posinf=1, neginf=-1)
+        )
+    return bool((one - other).abs() > (_LOSS_OF_HALF if is_half else _LOSS) * scale)
+
+
+def gradients_differ(one: Gradient, other: Gradient, is_half: bool) -> list[str]:
+    """The parameters whose gradients differ by more than rounding does."""
+    whole = sum((float(g.double().norm()) ** 2 for g in other.values() if g is not None), 0.0) ** 0.5
+    allowed = _GRADIENT_OF_HALF if is_half else _GRADIENT
+    return [name for name in other if _apart(one[name], other[name], allowed, whole)]
+
+
+def _apart(one: Tensor | None, other: Tensor | None, allowed: float, whole: float) -> bool:
+    zero = torch.zeros(())
+    first, second = (zero if each is None else each.detach().double() for each in (one, other))
+    first, second = first.to(second.device) if first.ndim == 0 else first, second
+    if second.ndim == 0:
+        second = second.to(first.device)
+    distance, size = float((first - second).norm()), max(float(first.norm()), float(second.norm()))
+    return distance > allowed * size + allowed / 100 * whole  # false for NaN
+
+
+# --- what the cause is ----------------------------------------------------------------------------------------
+
+
+def _cause(passes: Passes, example: int, alone: Tensor, company: Tensor, style: Style) -> Finding:
+    scale = max(float(alone.abs()), float(company.abs()))
+
+    def differs(found: Pass, place: int = 0) -> bool:
+        return _differs(alone, found.losses[place].double(), torch.tensor(scale), passes.is_half)
+
+    again = passes.alone(example, style)
+    if differs(again):
+        return sentences.remembers()
+    every = passes(range(passes.count), style)
+    if _collated_otherwise(again.batch, every.batch, example, passes):
+        return sentences.collated()
+    if bool(alone == 0) != bool(company == 0):
+        return sentences.selected()
+    if differs(passes([example] * (2 * passes.smallest), style)):
+        return sentences.counted()
+    if any(a.shape[1:] != b.shape[1:] for a, b in zip(again.batch, every.batch, strict=False)):
+        return sentences.padded()
+    return sentences.scaled()
+
+
+def _collated_otherwise(alone: list[Tensor], company: list[Tensor], example: int, passes: Passes) -> bool:
+    """Whether an example's rows differ before its end."""
+    for one, many in zip(alone, company, strict=False):
+        if one.ndim == 0 or one.ndim != many.ndim or len(one) != passes.smallest or len(many) != passes.count:
+            continue
+        own = many[example][tuple(slice(size) for size in one.shape[1:])]
+        if own.shape == one.shape[1:] and not torch.allclose(
+            own.double(), one[0].double(), 1e-4, 1e-6, equal_nan=True
+        ):
+            return True
+    return False

@@ -1,0 +1,199 @@
+"""Passes of `losses` over chosen examples, always from the same start: weights, buffers and generators."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bandmf.torch.clipping.protocol import Losses, checked_losses
+from bandmf.torch.clipping.rows import Owners, owners
+from bandmf.torch.training.data import Collate, to_device
+from bandmf.torch.training.verify.draws import STYLES, Draws, Shape, Style, following
+from bandmf.torch.training.verify.start import Start
+
+INPUT = "an input of the batch"
+
+
+@dataclass
+class Seen:
+    """A tensor of the batch, or an output of a layer, at its n-th call."""
+
+    name: str
+    shape: Shape
+    tensor: Tensor | None = None  # where its gradient can be asked for
+    whose: Owners | None = None  # what `rows` says
+
+
+@dataclass
+class Pass:
+    """What came of one pass."""
+
+    members: Sequence[int]
+    losses: Tensor
+    draws: Draws
+    seen: dict[tuple[str, int], Seen] = field(default_factory=dict)  # in the order of the pass
+    batch: list[Tensor] = field(default_factory=list)
+    changed: dict[str, Tensor | None] = field(default_factory=dict)
+    drew: int = 0  # in the forward pass
+    elsewhere: bool = False  # whether Python's or NumPy's generator was used
+
+    def gradient(self, place: int, of: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        self.draws.rewind(self.drew)
+        with self.draws, sdpa_kernel(SDPBackend.MATH):
+            return torch.autograd.grad(self.losses[place], of, retain_graph=True, allow_unused=True)
+
+
+class Passes:
+    """Runs `losses` on examples by their numbers."""
+
+    def __init__(
+        self, model: nn.Module, losses: Losses, examples: Sequence[Any], collate: Collate, start: Start
+    ) -> None:
+        self.model, self.examples, self.count = model, examples, len(examples)
+        self._losses, self._collate, self._start = losses, collate, start
+        self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._tracks = True
+        self.smallest = 1  # examples that a pass needs
+        self.failed: Exception | None = None  # of a single example
+        self.dimensions: list[int | None] | None = None  # of each draw, the one that counts examples
+        self.places: dict[tuple[str, int], int] = {}  # of what is seen, likewise
+        self.unassigned = self.is_half = False
+
+    def profile(self) -> None:
+        """Find out, from copies of one example, which dimensions count examples."""
+        try:
+            one = self([0], tracked=True)
+        except Exception as error:
+            self.smallest, self.failed = 2, error
+            one = self([0, 0], tracked=True)
+        two = self([0] * (self.smallest + 1), tracked=True)
+        if one.draws.shapes:  # checkpoints draw again in the backward pass
+            for each in (one, two):
+                each.gradient(0, list(self.trained.values()))
+        sizes = (self.smallest, self.smallest + 1)
+        pairs = zip(one.draws.shapes, two.draws.shapes, strict=False)
+        self.unassigned |= len(one.draws.shapes) != len(two.draws.shapes)
+        self.dimensions = [following(*pair, sizes) for pair in pairs]
+        for key, seen in one.seen.items():
+            other = two.seen.get(key)
+            place = None if other is None else following(seen.shape, other.shape, sizes)
+            if place is not None and place >= 0 and seen.shape[place] == self.smallest:
+                self.places[key] = place
+
+    def alone(self, example: int, style: Style = STYLES[0], tracked: bool = False) -> Pass:
+        return self([example] * self.smallest, style, tracked=tracked)
+
+    def clipped(self, members: Sequence[int], add: Callable[[Any], object]) -> None:
+        """Give a batch of these examples to clipping, which runs `losses` itself."""
+        draws = Draws(members, self.dimensions, STYLES[0])
+        with self._ready(draws), torch.enable_grad():
+            add(self._batch(members))
+
+    @contextmanager
+    def _ready(self, draws: Draws) -> Iterator[None]:
+        self._start.seed()
+        with sdpa_kernel(SDPBackend.MATH), torch.compiler.set_stance("force_eager"), draws:
+            yield
+
+    def _batch(self, members: Sequence[int]) -> Any:
+        """A collate function may take things out of its examples."""
+        return to_device(self._collate([copy.copy(self.examples[each]) for each in members]), self._device)
+
+    def __call__(self, members: Sequence[int], style: Style = STYLES[0], tracked: bool = False) -> Pass:
+        """One forward pass; `tracked`, with a graph that knows inputs and the outputs of all layers."""
+        if tracked and self._tracks:
+            try:
+                return self._run(members, style, tracked, inputs=True)
+            except Exception:  # some programs do not take inputs that want gradients
+                found = self._run(members, style, tracked, inputs=False)
+                self._tracks = False
+                return found
+        return self._run(members, style, tracked, inputs=False)
+
+    def _run(self, members: Sequence[int], style: Style, tracked: bool, inputs: bool) -> Pass:
+        draws = Draws(members, self.dimensions, style)
+        found = Pass(members, torch.empty(0), draws)
+        with ExitStack() as stack:
+            stack.callback(lambda: found.changed.update(self._start.put_back()))
+            stack.enter_context(torch.set_grad_enabled(tracked))
+            stack.enter_context(self._ready(draws))
+            batch = self._batch(members)
+            _each_tensor(batch, found.batch.append)
+            if inputs:
+                batch = _each_tensor(batch, lambda tensor: _tracked(tensor, found))
+            if tracked:
+                stack.enter_context(_watched(self.model, found, inputs))
+            losses = self._losses(self.model, batch)
+            found.elsewhere = self._start.drew_elsewhere()
+        found.losses = checked_losses(losses, len(members)) if tracked else losses.detach()
+        found.drew = len(draws.shapes)
+        self.unassigned |= draws.unassigned or found.elsewhere
+        kinds = [losses.dtype, *(s.tensor.dtype for s in found.seen.values() if s.tensor is not None)]
+        self.is_half |= any(kind.itemsize < 4 for kind in kinds)
+        return found
+
+
+def _tracked(tensor: Tensor, found: Pass) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    own = tensor.detach().clone().requires_grad_()
+    _note(found, INPUT, own)
+    return own.clone()  # which may be changed in place
+
+
+def _note(found: Pass, name: str, tensor: Tensor) -> None:
+    number = sum(key[0] == name for key in found.seen)
+    kept = tensor if tensor.requires_grad else None
+    found.seen[name, number] = Seen(name, tuple(tensor.shape), kept, owners())
+
+
+@contextmanager
+def _watched(model: nn.Module, found: Pass, inputs: bool) -> Iterator[None]:
+    """Notes what layers give: those without others inside, and those with parameters of their own."""
+
+    def hook(name: str) -> Callable[[nn.Module, Any, Any], Any]:
+        def note(_: nn.Module, __: Any, output: Any) -> Any:
+            is_number = isinstance(output, Tensor) and output.is_floating_point()
+            if inputs and is_number and torch.is_grad_enabled() and not output.requires_grad:  # it is frozen
+                output = output.detach().clone().requires_grad_().clone()
+            _each_tensor(output, lambda tensor: _note(found, name, tensor))
+            return output
+
+        return note
+
+    handles = [
+        module.register_forward_hook(hook(name))
+        for name, module in model.named_modules()
+        if not any(module.children()) or any(module.parameters(recurse=False))
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _each_tensor(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """A batch whose tensors are changed; containers are copied, all else is as it was."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        changed = copy.copy(value)
+        for name, each in value.items():
+            changed[name] = _each_tensor(each, change)  # type: ignore[index]
+        return changed
+    if isinstance(value, list | tuple):
+        several = [_each_tensor(each, change) for each in value]
+        return type(value)(*several) if hasattr(value, "_fields") else type(value)(several)
+    if is_dataclass(value) and not isinstance(value, type):
+        held = {f.name: _each_tensor(getattr(value, f.name), change) for f in fields(value) if f.init}
+        return replace(value, **held)
+    return value

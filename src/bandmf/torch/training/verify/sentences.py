@@ -1,0 +1,185 @@
+"""What verify says: each cause in words, with its remedy."""
+
+from __future__ import annotations
+
+from bandmf.torch.clipping.refusals import Finding
+
+_CHANGES = "so one example changes what the others contribute"
+_OWN = "compute the loss of each example from that example alone"
+
+
+# --- examples that depend on each other, by gradients -------------------------------------------------------
+
+
+def in_losses() -> Finding:
+    return Finding(
+        "losses",
+        "compares or adds up examples after the last layer (in-batch negatives as in SimCLR or CLIP, a dice or ranking "
+        f"loss over the whole batch, a mean over it), {_CHANGES}",
+        f"{_OWN}: contrast its own views, take dice by example, and reduction='none' in place of a mean",
+    )
+
+
+def before_layers(layer: str) -> Finding:
+    return Finding(
+        "losses",
+        f"mixes the inputs of several examples before the layer {layer!r} (mixup, CutMix, a normalization over the "
+        f"batch), {_CHANGES}",
+        "mix an example with its own views or with public data, and normalize with public constants",
+    )
+
+
+def between(before: str, behind: str, kind: str) -> Finding:
+    return Finding(
+        behind,
+        f"({kind}) or what comes between {before!r} and it mixes the examples of a batch (a batch norm, attention over "
+        f"the wrong dimension, mixing of hidden states), {_CHANGES}",
+        "use nn.GroupNorm or nn.LayerNorm, and keep the examples apart between layers",
+    )
+
+
+def other_order(layer: str) -> Finding:
+    return Finding(
+        layer,
+        "sees the batch in another order than the losses (sorted, shuffled or flipped), so what belongs to one "
+        "example would be clipped under two numbers",
+        "keep the order of the batch, or call the layer inside bandmf.torch.rows(order)",
+    )
+
+
+def wrong_owners(layer: str) -> Finding:
+    return Finding(
+        layer,
+        "has rows that bandmf.torch.rows gives to one example while the loss of another depends on them",
+        "let owner[r] be the place in the batch of the example that row r belongs to (each=k: k rows in a run, "
+        "parts=k: k blocks of all examples)",
+    )
+
+
+# --- examples that depend on each other, by numbers ---------------------------------------------------------
+
+
+def remembers() -> Finding:
+    return Finding(
+        "losses",
+        "gives an example another loss after other batches went through (a queue, a memory bank or a running average "
+        "outside the model's buffers), without noise",
+        "keep nothing of the data from one batch to the next",
+    )
+
+
+def collated() -> Finding:
+    return Finding(
+        "collate",
+        f"gives an example other values beside others than alone (scaled or shuffled by the batch), {_CHANGES}",
+        "let each example's row depend on that example alone, but for padding behind its end",
+    )
+
+
+def selected() -> Finding:
+    return Finding(
+        "losses",
+        f"drops an example or keeps it by comparison with the others (top-k or hard examples of the batch), {_CHANGES}",
+        "choose by a fixed threshold on the example's own loss",
+    )
+
+
+def counted() -> Finding:
+    return Finding(
+        "losses",
+        "divides by something counted over the whole batch (all tokens of a padded batch, the sum of class weights, "
+        f"the number of examples), {_CHANGES}",
+        "divide each example's loss by its own count of tokens, and give each example its own class weight "
+        "(bandmf.torch.losses does)",
+    )
+
+
+def padded() -> Finding:
+    return Finding(
+        "losses",
+        f"changes with the padding that longer examples of the batch cause: padding counts, {_CHANGES}",
+        "mask what lies behind the end of an example in attention, in means and in the loss, or pad all to one length",
+    )
+
+
+def scaled() -> Finding:
+    return Finding(
+        "losses",
+        "changes with the other examples, though no gradient passes between them (scaled by the maximum or a "
+        f"statistic of the whole batch, taken without gradients), {_CHANGES}",
+        f"{_OWN}, or use public constants",
+    )
+
+
+def only_gradients(name: str) -> Finding:
+    return Finding(
+        name,
+        f"has another gradient for an example alone than beside others, {_CHANGES}",
+        "keep hooks and custom backward functions to each example's own row",
+        is_parameter=True,
+    )
+
+
+# --- the rest -----------------------------------------------------------------------------------------------
+
+
+def changed(name: str, is_buffer: bool) -> Finding:
+    what = (
+        "(running statistics, a queue, a memory bank), without noise"
+        if is_buffer
+        else "(max_norm of an embedding, an update inside forward), without noise"
+    )
+    return Finding(
+        name,
+        f"changes in the forward pass by the data of the batch {what}",
+        "keep it as it is while training (nn.GroupNorm in place of running statistics, no max_norm), or change it "
+        "between steps, from the released weights",
+        is_parameter=True,
+    )
+
+
+def lost(name: str) -> Finding:
+    return Finding(
+        name,
+        "has a gradient in autograd that clipping does not see, since its value is used outside the layer that owns it "
+        "(F.linear(x, layer.weight), x @ weight, a penalty on weights)",
+        "call the layer itself, freeze the parameter, or use clipping='vmap'",
+        is_parameter=True,
+    )
+
+
+def other_sum(name: str) -> Finding:
+    return Finding(
+        name,
+        "has another sum of gradients in clipping than single examples have in autograd (its rows are not the examples "
+        "in their order, or a hook depends on the whole batch)",
+        "keep the examples in the first dimension and in order, or use bandmf.torch.rows or clipping='vmap'",
+        is_parameter=True,
+    )
+
+
+def no_clipping(error: Exception) -> Finding:
+    return Finding("clipping", f"fails on these examples: {error}", "")
+
+
+# --- notes --------------------------------------------------------------------------------------------------
+
+
+def not_compared() -> Finding:
+    return Finding(
+        "losses",
+        "was not compared alone and in company: it draws random numbers that cannot be assigned to examples",
+        "draw with torch, a row for each example, to have it compared",
+    )
+
+
+def not_judged(error: Exception) -> Finding:
+    return Finding("losses", f"was not back-propagated one example at a time ({error})", "")
+
+
+def not_finite() -> Finding:
+    return Finding("losses", "is not finite for any of these examples: nothing was compared", "try others")
+
+
+def not_alone(error: Exception) -> Finding:
+    return Finding("losses", f"fails on a single example ({error}), which a batch may have")
