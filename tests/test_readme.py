@@ -21,7 +21,7 @@ TESTED_ELSEWHERE = {"docs/training.md", "docs/migrate-opacus.md", "docs/huggingf
 TESTED_ELSEWHERE |= {"docs/lightning.md", "docs/accelerate.md", "docs/jax.md", "docs/migrate-jax-privacy.md"}
 
 
-def test_the_ten_lines_of_the_readme_train_a_model(capsys):
+def test_the_ten_lines_of_the_readme_train_a_model():
     torch.manual_seed(0)
     inputs = torch.randn(2048, 8)
     model = torch.nn.Linear(8, 2)
@@ -30,11 +30,12 @@ def test_the_ten_lines_of_the_readme_train_a_model(capsys):
         dataset=torch.utils.data.TensorDataset(inputs, (inputs[:, 0] > 0).long()),
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-        loss_function=torch.nn.CrossEntropyLoss(),
+        evaluate=lambda model: 0.5,
     )
-    assert names["private"].finished
-    assert names["private"].steps_taken == names["plan"].steps == 32
-    assert "epsilon" in capsys.readouterr().out
+    assert names["training"].finished
+    assert names["training"].steps_taken == names["plan"].steps == 32
+    lines = [line for line in blocks("README.md")[0].splitlines() if line.strip()]
+    assert len(lines) == 10
 
 
 def test_the_readme_shows_every_command_for_one_run():
