@@ -1,4 +1,4 @@
-"""A private image classifier: an ordinary PyTorch loop with five changed statements (numbered).
+"""A private image classifier: the loss of each example, a plan, and a loop.
 
 python examples/classifier.py                          scikit-learn's digits
 python examples/classifier.py --data FOLDER            Fashion-MNIST from its four files
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import bandmf
-import bandmf.torch  # 1
+import bandmf.torch
 from bandmf.demo import datasets
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -26,22 +26,23 @@ data = torch.utils.data.TensorDataset(x, torch.from_numpy(images.train_labels))
 model = nn.Sequential(nn.Linear(x.shape[1], 64), nn.Tanh(), nn.Linear(64, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.9)
 
-plan = bandmf.plan(  # 2
+
+def losses(model, batch):  # one for each example
+    inputs, labels = batch
+    return nn.functional.cross_entropy(model(inputs), labels, reduction="none")
+
+
+plan = bandmf.plan(
     epsilon=arguments.epsilon,
     delta=1e-5,
     examples=len(data),
     batch_size=arguments.batch_size,
     epochs=arguments.epochs,
 )
-private = bandmf.torch.make_private(model, optimizer, data, plan, clip_norm=1.0)  # 3
-model, optimizer, loader = private.model, private.optimizer, private.loader  # 4
-
-while not private.finished:  # 5
-    for inputs, labels in loader:
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(inputs), labels)
-        loss.backward()
-        optimizer.step()
+training = bandmf.torch.Training(model, losses, optimizer, data, plan, clip_norm=1.0)
+for step in training:
+    if step % 100 == 0:
+        print(f"step {step}, epsilon={training.spent():.2f}")
 
 with torch.no_grad():
     guesses = model(torch.from_numpy(images.test).flatten(1).float()).argmax(1)

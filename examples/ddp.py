@@ -31,14 +31,15 @@ data = torch.utils.data.TensorDataset(x, y)  # all of it on every process: the p
 model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10)).to(device)  # rank 0's weights count
 optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.9)
 plan = bandmf.plan(epsilon=8, delta=1e-5, examples=len(data), batch_size=64, epochs=2)
-private = bandmf.torch.make_private(model, optimizer, data, plan, clip_norm=1.0)
 
-while not private.finished:
-    for inputs, labels in private.loader:
-        private.optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(private.model(inputs.to(device)), labels.to(device))
-        loss.backward()
-        private.optimizer.step()
+
+def losses(model, batch):
+    inputs, labels = batch
+    return nn.functional.cross_entropy(model(inputs), labels, reduction="none")
+
+
+for _step in bandmf.torch.Training(model, losses, optimizer, data, plan, clip_norm=1.0):
+    pass
 
 if dist.get_rank() == 0:
     with torch.no_grad():

@@ -37,15 +37,15 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.9)
 plan = bandmf.plan(
     epsilon=arguments.epsilon, delta=1e-5, examples=len(data), batch_size=64, epochs=arguments.epochs
 )
-private = bandmf.torch.make_private(
-    model, optimizer, data, plan, clip_norm=1.0, clipping="bookkeeping", criterion=nn.CrossEntropyLoss()
-)
 
-while not private.finished:
-    for inputs, labels in private.loader:
-        private.optimizer.zero_grad()
-        private.criterion(private.model(inputs), labels).backward()
-        private.optimizer.step()
+
+def losses(model, batch):
+    inputs, labels = batch
+    return nn.functional.cross_entropy(model(inputs), labels, reduction="none")
+
+
+for _step in bandmf.torch.Training(model, losses, optimizer, data, plan, clip_norm=1.0):
+    pass
 
 with torch.no_grad():
     guesses = model(torch.from_numpy(images.test).flatten(1).float()).argmax(1)

@@ -78,21 +78,19 @@ plan = bandmf.plan(
     epochs=arguments.epochs,
     sampling=arguments.sampling,
 )
-private = bandmf.torch.make_private(model, optimizer, data, plan, clip_norm=1.0, physical_batch_size=64)
 
 
-def loss_of(model: nn.Module, text: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of the next character; every line counts the same."""
-    return nn.functional.cross_entropy(model(text[:, :-1]).transpose(1, 2), text[:, 1:])
+def losses(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    """Cross-entropy of the next character, one mean for each line."""
+    text = batch[0]
+    scores = model(text[:, :-1]).transpose(1, 2)
+    return nn.functional.cross_entropy(scores, text[:, 1:], reduction="none").mean(1)
 
 
-while not private.finished:
-    for (text,) in private.loader:
-        private.optimizer.zero_grad()
-        loss_of(private.model, text).backward()
-        private.optimizer.step()
+for _step in bandmf.torch.Training(model, losses, optimizer, data, plan, clip_norm=1.0, micro_batch=64):
+    pass
 
 with torch.no_grad():
-    bits = loss_of(private.model, codes[held_out]).item() / math.log(2)
+    bits = losses(model, [codes[held_out]]).mean().item() / math.log(2)
 noise = f"{plan.sampling}, RMSE {plan.rmse:.3g}"
 print(f"{plan.steps} steps, {noise}, epsilon={plan.epsilon:g}: {bits:.3f} bits per character")
