@@ -82,7 +82,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import bandmf
 from bandmf.plots import color, panels
-from bandmf.torch import losses, make_private
+from bandmf.torch import Training, losses
 
 LENGTH, ALPHABET = 32, 128  # characters in a piece; ASCII
 torch.set_num_threads(1)  # on a model this small, threads mostly wait for each other
@@ -173,26 +173,27 @@ print(f"DP-SGD would have {plan.dp_sgd_ratio:.1f} times the error")
 # %% [markdown]
 # ## Private training
 #
-# `private.backward` takes one loss for each piece. `optimizer.step()` clips, adds the correlated noise and updates the
-# adapters. The first few batches of the loader are a self-test, in which no step is taken: it makes sure that no piece
-# has an influence on the gradient of another.
+# You say what the loss of each piece is. The library draws the batches, clips, adds the correlated noise and updates
+# the adapters; before the first step it makes sure that no piece has an influence on the loss of another.
+
 
 # %%
+def loss_of_each(model, batch):
+    return losses.language_model(model(batch[0]).logits, batch[0])
+
+
 optimizer = torch.optim.AdamW(trainable, lr=5e-3)
-private = make_private(model, optimizer, torch.utils.data.TensorDataset(train), plan, clip_norm=1.0)
+data = torch.utils.data.TensorDataset(train)
+training = Training(model, loss_of_each, optimizer, data, plan, clip_norm=1.0)
 steps, curve = [0], [before]
-while not private.finished:
-    for (batch,) in private.loader:
-        private.optimizer.zero_grad()
-        private.backward(losses.language_model(private.model(batch).logits, batch))
-        private.optimizer.step()
-        if private.steps_taken >= steps[-1] + plan.steps / 10:
-            steps.append(private.steps_taken)
-            curve.append(loss_on(held_out))
+for step in training:
+    if step >= steps[-1] + plan.steps / 10:
+        steps.append(step)
+        curve.append(loss_on(held_out))
 
 after = loss_on(held_out)
-spent = private.spent()
-print(f"epsilon={spent:g}, delta={plan.delta:g} after {private.steps_taken} steps")
+spent = training.spent()
+print(f"epsilon={spent:g}, delta={plan.delta:g} after {training.steps_taken} steps")
 print(f"held-out loss {before:.2f} before, {after:.2f} after; public text now {loss_on(public_test):.2f}")
 
 # %%

@@ -34,7 +34,7 @@ from torch import nn
 import bandmf
 from bandmf.demo import datasets
 from bandmf.plots import color, panels
-from bandmf.torch import make_private
+from bandmf.torch import Training
 
 SHORT = os.environ.get("BANDMF_NOTEBOOKS") == "short"  # for a quick check that everything runs
 INDEPENDENT, CORRELATED = color("DP-SGD"), color("BandMF")
@@ -151,9 +151,9 @@ plan
 # %% [markdown]
 # ## Train both ways
 #
-# This is an ordinary PyTorch loop. `make_private` takes the model, the optimizer, the data and the plan, and returns
-# counterparts to train with: the loader draws the batches of the plan, and `optimizer.step()` clips, adds the noise and
-# updates the weights. Nothing else tells DP-SGD from BandMF.
+# `Training` takes the model, the loss of each example, the optimizer, the data and the plan. It draws the batches of
+# the plan, clips, adds the noise and updates the weights, once for each item of the loop. Nothing else tells DP-SGD
+# from BandMF.
 
 
 # %%
@@ -165,17 +165,18 @@ data = torch.utils.data.TensorDataset(pixels(images.train), torch.from_numpy(ima
 test, test_labels = pixels(images.test), torch.from_numpy(images.test_labels)
 
 
+def losses(model, batch):
+    inputs, labels = batch
+    return nn.functional.cross_entropy(model(inputs), labels, reduction="none")
+
+
 def train(plan, rate, seed):
     """Test accuracy after training as the plan says. The seed is that of the first weights, never of the noise."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
-    private = make_private(model, optimizer, data, plan, clip_norm=1.0)
-    while not private.finished:
-        for inputs, labels in private.loader:
-            private.optimizer.zero_grad()
-            nn.functional.cross_entropy(private.model(inputs), labels).backward()
-            private.optimizer.step()
+    for _step in Training(model, losses, optimizer, data, plan, clip_norm=1.0):
+        pass
     with torch.no_grad():
         return (model(test).argmax(1) == test_labels).float().mean().item()
 

@@ -31,7 +31,7 @@ ASKED = {
         "memory": [each.memory for each in (limited, inverse, blt, plan)], "equal": loaded == plan}""",
     "fine_tuning_with_lora": """{
         "spent": spent, "before": before, "after": after, "losses": curve, "text": secret.name,
-        "finished": private.finished, "private": count, "all": everything}""",
+        "finished": training.finished, "private": count, "all": everything}""",
 }
 
 
