@@ -30,7 +30,6 @@ from bandmf.torch.noise.precision import exact
 from bandmf.torch.training.data import Collate
 from bandmf.torch.training.verify import sentences
 from bandmf.torch.training.verify.company import Compared, compare, gradients_differ
-from bandmf.torch.training.verify.draws import STYLES
 from bandmf.torch.training.verify.others import Gradient, judge
 from bandmf.torch.training.verify.passes import Passes
 from bandmf.torch.training.verify.start import Start, same_bits
@@ -55,15 +54,16 @@ def verify(
     """
     examples = list(examples)
     _check.whole("len(examples)", len(examples), 2, _MOST)
-    problems, notes = list(mixing(suspects(model))), []
+    notes: list[Finding] = []
+    problems = list(mixing(suspects(model)))
     if not problems:
         with exact(), Start(model) as start:
             passes = Passes(model, losses, examples, collate or default_collate, start)
-            problems, notes = _looked_at(passes, losses, clipping)
+            problems, notes = _looked_at(passes, clipping)
     return Report(type(model).__name__, clipping, tuple(problems), tuple(notes))
 
 
-def _looked_at(passes: Passes, losses: Losses, clipping: str) -> tuple[list[Finding], list[Finding]]:
+def _looked_at(passes: Passes, clipping: str) -> tuple[list[Finding], list[Finding]]:
     notes = []
     passes.profile()
     if passes.failed is not None:
@@ -82,7 +82,9 @@ def _looked_at(passes: Passes, losses: Losses, clipping: str) -> tuple[list[Find
     notes += found.notes
     problems += found.problems
     if not problems:
-        problems += _sums(passes, losses, clipping, found)
+        summed = _sums(passes, clipping, found)
+        problems += summed.problems
+        notes += summed.notes
     return problems, notes
 
 
@@ -96,21 +98,29 @@ def _changes(
             yield sentences.changed(name, name in buffers or name not in dict(model.named_parameters()))
 
 
-def _sums(passes: Passes, losses: Losses, clipping: str, found: Compared) -> Iterator[Finding]:
+def _sums(passes: Passes, clipping: str, found: Compared) -> Compared:
     """Clipping that clips nothing must give the sum of what autograd gives for single examples."""
     members = sorted(found.alone)
     sums = {n: torch.zeros(p.shape, device=p.device) for n, p in passes.trained.items()}
     try:
         clip = make_clipping(clipping, passes.model, passes.trained, _HUGE, False)
-        passes.clipped(members, lambda batch: clip.add_to(sums, losses, batch, len(members), len(members)))
+        draws = passes.clipped(
+            members,
+            found.style,
+            lambda losses, batch: clip.add_to(sums, losses, batch, len(members), len(members)),
+        )
     except (RuntimeError, ValueError, TypeError) as error:
-        yield sentences.no_clipping(error)
-        return
+        return Compared([sentences.no_clipping(error)])
     if found.notes:
-        return
-    expected: Gradient = {
-        name: sum((g for each in found.alone.values() if (g := each[name]) is not None), torch.zeros(()))
-        for name in passes.trained
-    }
-    for name in gradients_differ(dict(sums), expected, passes.is_half):
-        yield sentences.other_sum(name) if bool(sums[name].any()) else sentences.lost(name)
+        return Compared()
+    expected: Gradient = {name: _added(found, name) for name in passes.trained}
+    differ = gradients_differ(dict(sums), expected, passes.is_half)
+    if differ and draws.shapes != passes(members).draws.shapes:
+        return Compared([], [sentences.not_summed()])
+    return Compared([sentences.other_sum(n) if bool(sums[n].any()) else sentences.lost(n) for n in differ])
+
+
+def _added(found: Compared, name: str) -> Tensor | None:
+    given = [each[name] for each in found.alone.values()]
+    there = [each for each in given if each is not None]
+    return torch.stack(there).sum(0) if there else None

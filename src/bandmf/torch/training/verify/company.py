@@ -27,6 +27,7 @@ class Compared:
     problems: list[Finding] = field(default_factory=list)
     notes: list[Finding] = field(default_factory=list)
     alone: dict[int, Gradient] = field(default_factory=dict)
+    style: Style = STYLES[0]
 
 
 def compare(
@@ -60,7 +61,7 @@ def _weights(passes: Passes) -> list[Tensor]:
 def _compare(
     passes: Passes, full: Pass, other: Pass, gradients: dict[int, Gradient], tried: set[int], style: Style
 ) -> Compared:
-    found = Compared()
+    found = Compared(style=style)
     alone: list[Tensor] = []
     for example in range(passes.count):
         one = passes.alone(example, style, tracked=example in tried)
@@ -124,9 +125,12 @@ def _cause(passes: Passes, example: int, alone: Tensor, company: Tensor, style: 
     every = passes(range(passes.count), style)
     if _collated_otherwise(again.batch, every.batch, example, passes):
         return sentences.collated()
-    if bool(alone == 0) != bool(company == 0):
+    if bool(company == 0) and not bool(alone == 0):
         return sentences.selected()
-    if differs(passes([example] * (2 * passes.smallest), style)):
+    twice = passes([example] * (2 * passes.smallest), style)
+    if differs(twice) and not _differs(
+        alone, 2 * twice.losses[0].double(), torch.tensor(scale), passes.is_half
+    ):
         return sentences.counted()
     if any(a.shape[1:] != b.shape[1:] for a, b in zip(again.batch, every.batch, strict=False)):
         return sentences.padded()
@@ -134,13 +138,20 @@ def _cause(passes: Passes, example: int, alone: Tensor, company: Tensor, style: 
 
 
 def _collated_otherwise(alone: list[Tensor], company: list[Tensor], example: int, passes: Passes) -> bool:
-    """Whether an example's rows differ before its end."""
+    """Whether an example's row differs, but for padding behind its end or before its start."""
     for one, many in zip(alone, company, strict=False):
         if one.ndim == 0 or one.ndim != many.ndim or len(one) != passes.smallest or len(many) != passes.count:
             continue
-        own = many[example][tuple(slice(size) for size in one.shape[1:])]
-        if own.shape == one.shape[1:] and not torch.allclose(
-            own.double(), one[0].double(), 1e-4, 1e-6, equal_nan=True
-        ):
+        own, row = one[0].double(), many[example].double()
+        cuts = [
+            [slice(n) for n in own.shape],
+            [slice(m - n, m) for n, m in zip(own.shape, row.shape, strict=True)],
+        ]
+        parts = [row[tuple(cut)] for cut in cuts]
+        if not any(_close(part, own) for part in parts):
             return True
     return False
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    return one.shape != other.shape or torch.allclose(one, other, 1e-4, 1e-6, equal_nan=True)

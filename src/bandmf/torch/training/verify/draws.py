@@ -149,7 +149,7 @@ def _uniform(u: Tensor, given: Given) -> Tensor:
 def _whole(u: Tensor, given: Given) -> Tensor:
     """From zero or the first to the last of the limits; without any, up to what float32 holds."""
     limits = [each for each in given if isinstance(each, int)]
-    low, high = (0, *limits)[-2:] if limits else (0, 1 << 24)
+    low, high = [0, *(limits or [1 << 24])][-2:]
     return low + (u * (high - low)).floor()
 
 

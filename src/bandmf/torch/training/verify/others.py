@@ -73,9 +73,9 @@ def _leak(model: nn.Module, seen: list[Seen], reached: Tensor, example: int) -> 
     if not leaky:
         return None
     last = leaky[-1]
+    if seen[last].whose is not None:
+        return sentences.wrong_owners(seen[last].name)
     if not reached[last, example] and int(others[last].sum()) == 1:
-        if seen[last].whose is not None:
-            return sentences.wrong_owners(seen[last].name)
         return sentences.other_order(seen[last].name)
     behind = next((each.name for each in seen[last + 1 :] if each.name != INPUT), None)
     if behind is None:

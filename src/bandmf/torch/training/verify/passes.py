@@ -91,11 +91,19 @@ class Passes:
     def alone(self, example: int, style: Style = STYLES[0], tracked: bool = False) -> Pass:
         return self([example] * self.smallest, style, tracked=tracked)
 
-    def clipped(self, members: Sequence[int], add: Callable[[Any], object]) -> None:
-        """Give a batch of these examples to clipping, which runs `losses` itself."""
-        draws = Draws(members, self.dimensions, STYLES[0])
+    def clipped(self, members: Sequence[int], style: Style, add: Callable[[Losses, Any], object]) -> Draws:
+        """Give a batch of these examples to clipping, which runs `losses` itself, perhaps several times."""
+        draws = Draws(members, self.dimensions, style)
         with self._ready(draws), torch.enable_grad():
-            add(self._batch(members))
+            batch = self._batch(members)
+            drawn = len(draws.shapes)
+
+            def losses(model: nn.Module, given: Any) -> Tensor:
+                draws.rewind(drawn)
+                return self._losses(model, given)
+
+            add(losses, batch)
+        return draws
 
     @contextmanager
     def _ready(self, draws: Draws) -> Iterator[None]:
@@ -123,7 +131,7 @@ class Passes:
         found = Pass(members, torch.empty(0), draws)
         with ExitStack() as stack:
             stack.callback(lambda: found.changed.update(self._start.put_back()))
-            stack.enter_context(torch.set_grad_enabled(tracked))
+            stack.enter_context(torch.enable_grad())
             stack.enter_context(self._ready(draws))
             batch = self._batch(members)
             _each_tensor(batch, found.batch.append)
@@ -172,7 +180,7 @@ def _watched(model: nn.Module, found: Pass, inputs: bool) -> Iterator[None]:
     handles = [
         module.register_forward_hook(hook(name))
         for name, module in model.named_modules()
-        if not any(module.children()) or any(module.parameters(recurse=False))
+        if not any(True for _ in module.children()) or any(True for _ in module.parameters(recurse=False))
     ]
     try:
         yield

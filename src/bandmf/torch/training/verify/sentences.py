@@ -50,7 +50,8 @@ def other_order(layer: str) -> Finding:
 def wrong_owners(layer: str) -> Finding:
     return Finding(
         layer,
-        "has rows that bandmf.torch.rows gives to one example while the loss of another depends on them",
+        "has rows that bandmf.torch.rows gives to one example while the loss of another depends on them (wrong owners, "
+        "or losses that compare examples with each other)",
         "let owner[r] be the place in the batch of the example that row r belongs to (each=k: k rows in a run, "
         "parts=k: k blocks of all examples)",
     )
@@ -106,7 +107,7 @@ def scaled() -> Finding:
     return Finding(
         "losses",
         "changes with the other examples, though no gradient passes between them (scaled by the maximum or a "
-        f"statistic of the whole batch, taken without gradients), {_CHANGES}",
+        f"statistic of the whole batch, ranks, negatives or targets made of the others and detached), {_CHANGES}",
         f"{_OWN}, or use public constants",
     )
 
@@ -170,6 +171,12 @@ def not_compared() -> Finding:
         "losses",
         "was not compared alone and in company: it draws random numbers that cannot be assigned to examples",
         "draw with torch, a row for each example, to have it compared",
+    )
+
+
+def not_summed() -> Finding:
+    return Finding(
+        "clipping", "was not compared with autograd: it draws random numbers in another order, or others", ""
     )
 
 

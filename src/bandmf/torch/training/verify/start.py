@@ -46,7 +46,7 @@ class Start:
         np.random.set_state(self._others[1])
 
     def drew_elsewhere(self) -> bool:
-        now = np.random.get_state(legacy=True)
+        now: Any = np.random.get_state()
         same = all(np.array_equal(a, b) for a, b in zip(self._others[1], now, strict=True))
         return random.getstate() != self._others[0] or not same
 
