@@ -36,7 +36,7 @@ def by_training(plan, **options):
     with same_run():
         training = Training(
             model, losses, optimizer, small_data(plan.examples), plan, clip_norm=0.5, key=KEY, scheduler=schedule,
-            verify=False, **options,
+            **options,
         )  # fmt: skip
     assert list(training) == list(range(1, plan.steps + 1))
     return weights(model)

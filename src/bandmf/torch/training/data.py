@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from bandmf import _check
@@ -23,7 +25,7 @@ from bandmf.torch.training.generators import Generators, SeededIndices, generato
 from bandmf.torch.training.ranks import Ranks
 
 Collate = Callable[[list[Any]], Any]
-_VERIFIED = 4  # examples that verify is given
+_LOOKED_AT, _VERIFIED = 16, 4  # examples of which verify is given the ones that differ most in size
 
 
 @dataclass(frozen=True)
@@ -69,10 +71,19 @@ class Examples:
         return len(self.source) if hasattr(self.source, "__len__") else None
 
     def some(self) -> list[Any]:
-        """A few examples for verify: the first ones, which no sampling has chosen."""
+        """A few examples for verify, from everywhere in the data: none that sampling has chosen."""
         if self.is_stream:
-            return [example for _, example in zip(range(_VERIFIED), _examples_of(self.source), strict=False)]
-        return self.fetch(range(min(_VERIFIED, len(self.source))))
+            found = [
+                example for _, example in zip(range(_LOOKED_AT), _examples_of(self.source), strict=False)
+            ]
+        else:
+            count = len(self.source)
+            found = self.fetch(sorted({count * n // _LOOKED_AT for n in range(_LOOKED_AT)}))
+        by_size = sorted(found, key=_size)
+        last = len(by_size) - 1
+        return [
+            by_size[place] for place in sorted({round(last * n / (_VERIFIED - 1)) for n in range(_VERIFIED)})
+        ]
 
     def fetch(self, indices: Any) -> list[Any]:
         """As torch's DataLoader does it: all at once where the data set can."""
@@ -231,6 +242,12 @@ class _IndexLists:
     def __iter__(self) -> Iterator[list[int]]:
         for micro in self._micros():
             yield SeededIndices(micro.indices, self._generators.secret("load", micro.step, micro.number))
+
+
+def _size(example: Any) -> int:
+    """How much an example holds: texts and graphs differ by it."""
+    leaves = pytree.tree_leaves(example)
+    return sum(leaf.numel() if isinstance(leaf, torch.Tensor) else np.size(leaf) for leaf in leaves)
 
 
 def _examples_of(stream: Any) -> Iterator[Any]:

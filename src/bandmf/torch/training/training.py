@@ -40,6 +40,7 @@ from bandmf.torch.training.trained import (
     checked_optimizers,
     checked_schedules,
 )
+from bandmf.torch.training.verify import verify as verify_examples
 
 log = logging.getLogger("bandmf")
 
@@ -123,7 +124,6 @@ class Training:
         self._save_every = checked_saving(self.folder, save_every, plan)
         model = checked_model(model)
         losses = checked_losses(losses)
-        check(model, clipping=clipping).refuse()
         optimizers = checked_optimizers(optimizer)
         trained = Trained(model, optimizers, checked_schedules(scheduler, optimizers), checked_also(also))
         examples = Examples(data, plan, collate, _check.whole("workers", workers, 0))
@@ -135,13 +135,10 @@ class Training:
         })  # fmt: skip
         check_memory(plan, trained, ranks)
         note_modes(model)
-        self._clipping = make_clipping(clipping, model, trained.parameters, clip_norm, per_layer)
-        self._verified = bool(verify)
-        if verify:
-            from bandmf.torch.training.verify import verify as verify_examples
-
-            with trained.in_a_step():
-                verify_examples(model, losses, examples.some(), collate=examples.collate).refuse()
+        with trained.in_a_step():
+            check(model, clipping=clipping).refuse()
+            self._clipping = make_clipping(clipping, model, trained.parameters, clip_norm, per_layer)
+            self._verified = verify and _verified(model, losses, examples, clipping)
         self._opened = Opened(self.folder, key, moved, ranks)
         sampler = sampler_of(plan, self._opened.run_key, examples.count())
         ranks.start_equal(model)
@@ -277,12 +274,8 @@ class Training:
     def explain(self) -> str:
         """How this run clips, whether its examples were verified, and the plan."""
         what = "that examples do not depend on each other"
-        looked = (
-            f"Verified on a few examples: {what}."
-            if self._verified
-            else f"verify=False: nothing looked {what}."
-        )
-        return f"Clipping: {self._clipping.explain()}.\n{looked}\n{self.plan.explain()}"
+        looked = f"Verified on a few examples: {what}" if self._verified else f"Not verified: {what}"
+        return f"Clipping: {self._clipping.explain()}.\n{looked}.\n{self.plan.explain()}"
 
     def __repr__(self) -> str:
         plan, folder = self.plan, None if self.folder is None else str(self.folder)
@@ -330,6 +323,15 @@ class Training:
         else:  # in the middle of the loop's body: what it does after a step may be half done
             self._progress.end()
             self._let_go()
+
+
+def _verified(model: nn.Module, losses: Losses, examples: Examples, clipping: str) -> bool:
+    """Refuse what verify finds; whether there was anything to compare."""
+    some = examples.some()
+    if len(some) < 2:
+        return False
+    verify_examples(model, losses, some, collate=examples.collate, clipping=clipping).refuse()
+    return True
 
 
 @dataclass
