@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 from collections import Counter
 from dataclasses import dataclass
 from datetime import date
@@ -111,17 +112,10 @@ def text(folder: Path) -> str:
         _TITLE,
         "",
         f"**In the paper, {count(paper)}.**{beyond} Each number comes from the CSV file under its picture, each",
-        "verdict from that file alone; rows measured on a GPU were recorded, with their date. Claims are in our words.",
+        "verdict from that file alone; rows measured on a GPU were recorded, with their date. Claims are in our words;",
+        "lists of numbers are cut short here.",
         *_made(list(made.values())),
-        "",
-        "| claim | place | verdict | our number |",
-        "| --- | --- | --- | --- |",
     ]
-    for each in judged:
-        statement, verdict = _cell(each.claim.statement), each.verdict
-        lines.append(
-            f"| {statement} | {_cell(each.claim.place)} | {_mark(verdict)} | {_cell(verdict.number)} |"
-        )
     for name in dict.fromkeys(each.experiment.name for each in judged):
         lines += _section(
             folder, [each for each in judged if each.experiment.name == name], made.get(name, {})
@@ -150,15 +144,33 @@ def _section(folder: Path, judged: list[Judged], made: dict[str, Any]) -> list[s
     lines = ["", f"## {one.title}", "", f"{one.place}. {files}.", ""]
     lines += [one.note, ""] if one.note else []
     lines += [f"![{one.title}]({folder.name}/{one.name}.png)", ""]
+    lines += ["| claim | verdict | our number |", "| --- | --- | --- |"]
     for each in judged:
-        remark = f" {_sentence(each.verdict.remark)}" if each.verdict.remark else ""
-        number = f" {_sentence(each.verdict.number)}" if each.verdict.number else ""
-        lines.append(f"- {each.claim.statement} **{each.verdict.outcome.capitalize()}.**{number}{remark}")
+        statement, verdict = _cell(each.claim.statement), each.verdict
+        lines.append(f"| {statement} | {_mark(verdict)} | {_cell(_found(verdict))} |")
     return lines
 
 
-def _sentence(words: str) -> str:
-    return words[:1].upper() + words[1:].rstrip(".") + "."
+def _found(verdict: Verdict) -> str:
+    """The number on one line, and the remark where the claim does not simply hold."""
+    remark = "" if verdict.outcome == "holds" else _brief(verdict.remark or "")
+    return "; ".join(part for part in (_brief(verdict.number), remark) if part)
+
+
+def _brief(words: str, most: int = 16) -> str:
+    """The first clause, cut at a comma where it is a long list; nothing is cut inside brackets.
+
+    >>> _brief("at epsilon 8 it grows (16; 24), by 4 percent; the rest is in the file")
+    'at epsilon 8 it grows (16; 24), by 4 percent'
+    >>> _brief("BLT 1.3x at 10, BLT 1.4x at 20, BLT 1.5x at 40", most=8)
+    'BLT 1.3x at 10, BLT 1.4x at 20, …'
+    """
+    clause = re.split(r"(?:; |\. )(?![^(]*\))", words)[0]
+    parts = re.split(r", (?![^(]*\))", clause)
+    kept = 1
+    while kept < len(parts) and len(" ".join(parts[: kept + 1]).split()) <= most:
+        kept += 1
+    return ", ".join(parts[:kept]) + (", …" if kept < len(parts) else "")
 
 
 def _mark(verdict: Verdict) -> str:
