@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from bandmf.torch.clipping.adding import Adder, count_places, pack
+from bandmf.torch.clipping.calls import differentiable, fewer_rows
 from bandmf.torch.clipping.contributions import Contribution, Outer, Pack, Rows, join, write_out_thin
 from bandmf.torch.clipping.contributions.totals import Totals
 from bandmf.torch.clipping.layers import layers_of
@@ -25,6 +26,7 @@ from bandmf.torch.clipping.products import widened
 from bandmf.torch.clipping.protocol import Losses, Parameters, checked_losses
 from bandmf.torch.clipping.recording import Recorder
 from bandmf.torch.clipping.refusals import unrecorded
+from bandmf.torch.clipping.shared import rows_of
 from bandmf.torch.noise.precision import plain_arithmetic
 
 
@@ -34,7 +36,7 @@ class Bookkeeping:
     def __init__(self, model: nn.Module, parameters: Parameters, clip_norm: float, per_layer: bool) -> None:
         self._model, self._parameters = model, parameters
         self._adder = Adder(parameters, clip_norm, per_layer)
-        self.layers = layers_of(model, {id(p): name for name, p in parameters.items()})
+        self.layers, self._bare = layers_of(model, {id(p): name for name, p in parameters.items()})
         self._recorder = Recorder()
 
     def explain(self) -> str:
@@ -48,9 +50,12 @@ class Bookkeeping:
         self, sums: dict[str, Tensor], losses: Losses, batch: Any, examples: int, valid: int
     ) -> Tensor:
         """Add the clipped gradients of the first `valid` examples; how many of them were not finite."""
-        with wanted_gradients(self._model, self._parameters), self._recorder.of(self.layers, examples):
-            each = checked_losses(losses(self._model, batch), examples)
-            self._recorder.listen()
+        recorder = self._recorder
+        with wanted_gradients(self._model, self._parameters), recorder.of(self.layers, self._bare, examples):
+            recorder.calls.begin(lambda: losses(self._model, fewer_rows(batch, examples)))
+            given = differentiable(batch) if self._bare else batch
+            each = checked_losses(rows_of(losses(self._model, given)), examples)
+            recorder.listen()
             backward(each, () if self._adder.sharded else self._parameters.values())
             with plain_arithmetic():
                 return self._adder.add(sums, *self._terms(examples), valid)
@@ -61,14 +66,13 @@ class Bookkeeping:
             if parameter.grad is not None:
                 raise unrecorded(name)
         terms: Terms = {}
-        for entry in self._recorder.settle():
-            names = entry.layer.names
-            for own, contribution in entry.described.items():
+        for described in self._recorder.settle():
+            for name, contribution in described.items():
                 assert not isinstance(contribution, Totals)  # all are settled
-                self._check_shape(names[own], contribution, examples)
+                self._check_shape(name, contribution, examples)
                 # Sums of half-precision tensors would be rounded as a whole, by what all examples are.
                 wider = widened(contribution) if isinstance(contribution, Tensor) else contribution
-                terms.setdefault(names[own], []).append(wider)
+                terms.setdefault(name, []).append(wider)
         if not terms:
             raise ValueError("losses: must depend on the parameters that are trained; none of them was used")
         joined = {name: join(several) for name, several in sorted(terms.items())}

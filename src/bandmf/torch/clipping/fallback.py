@@ -182,9 +182,9 @@ class Call:
         ]
         gradient = back.gradient.index_select(batch, kept).movedim(batch, -1)
         gradient = (gradient * weights.to(gradient.dtype)).movedim(-1, batch)
-        before = _random_state(gradient)
+        before = random_state(gradient)
         _, pull_back, *_ = vjp(lambda chosen: self._output(chosen, inputs, back.number), back.parameters)
-        if not torch.equal(before, _random_state(gradient)):
+        if not torch.equal(before, random_state(gradient)):
             return
         whole = pull_back(gradient)[0]
         off = {
@@ -229,7 +229,7 @@ def _norms(gradients: dict[str, Tensor], examples: int = 1) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms), dim=0)
 
 
-def _random_state(like: Tensor) -> Tensor:
+def random_state(like: Tensor) -> Tensor:
     return torch.cuda.get_rng_state(like.device) if like.is_cuda else torch.get_rng_state()
 
 

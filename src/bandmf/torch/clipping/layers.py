@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from bandmf.torch.clipping import recurrent
 from bandmf.torch.clipping.attention import Attention, describes
-from bandmf.torch.clipping.recording import Layer, Recorded, RecordedLinear
+from bandmf.torch.clipping.recording import Bare, Layer, Recorded, RecordedLinear
 from bandmf.torch.clipping.refusals import UnfitError, bare_parameter, two_dimensions
 from bandmf.torch.clipping.rules import Rule, linear, rule_for, transposed_linear
 
 _SEQUENCE_FIRST = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
-def layers_of(model: nn.Module, names: dict[int, str]) -> list[Layer]:
+def layers_of(model: nn.Module, names: dict[int, str]) -> tuple[list[Layer], list[Bare]]:
     """Every module that owns trainable parameters; `names` gives those of the parameters, by identity.
 
-    A module with a rule describes its own. One without describes, by torch.func, all that are in it.
+    A module with a rule describes its own. One without describes its own by torch.func, if it has no layers in it;
+    else, or where it is not called with examples, it hands them out.
     """
-    found: dict[int, Layer] = {}
+    found: dict[int, Layer | Bare] = {}
     for layer in _walk(model, "", names, 0):
         known = found.setdefault(id(layer.module), layer)  # one module may have several places
-        if known.batch != layer.batch:
+        if isinstance(known, Layer) and isinstance(layer, Layer) and known.batch != layer.batch:
             raise UnfitError(two_dimensions(layer.path, known.path))
-    return list(found.values())
+    layers = [each for each in found.values() if isinstance(each, Layer)]
+    return layers, [each for each in found.values() if isinstance(each, Bare)]
 
 
-def _walk(module: nn.Module, path: str, names: dict[int, str], batch: int) -> Iterator[Layer]:
+def _walk(module: nn.Module, path: str, names: dict[int, str], batch: int) -> Iterator[Layer | Bare]:
     batch = _batch_dimension(module, batch)
     own = {name: names[id(p)] for name, p in module._parameters.items() if p is not None and id(p) in names}
     if own and describes(module):
@@ -37,25 +41,35 @@ def _walk(module: nn.Module, path: str, names: dict[int, str], batch: int) -> It
         yield Layer(module, path, own, 0, replacement=recurrent.Recurrent)
     elif own and (rule := rule_for(module)) is not None:
         yield Layer(module, path, own, batch, rule, _replacement(module, rule))
+    elif own and _hands_out(module, path, names):
+        yield Bare(module, own)
     elif own:
-        yield _unit(module, path, names, batch)
+        inside = {name: names[id(p)] for name, p in module.named_parameters() if id(p) in names}
+        yield Layer(module, path, inside, batch, None)
         return
     for name, child in module.named_children():
         yield from _walk(child, f"{path}.{name}" if path else name, names, batch)
 
 
+def _hands_out(module: nn.Module, path: str, names: dict[int, str]) -> bool:
+    """Whether its parameters are used without a layer that is called with examples."""
+    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    if any(isinstance(parameter, DTensor) for parameter in own):  # FSDP2 exchanges them in `forward`
+        if not path:
+            raise UnfitError(bare_parameter(next(iter(module._parameters))))
+        return False
+    of_torch = type(module).__module__.startswith(
+        "torch.nn.modules"
+    )  # attention, which calls none of its layers
+    inside = not of_torch and any(id(p) in names for child in module.children() for p in child.parameters())
+    arguments = list(inspect.signature(type(module).forward).parameters)[1:]
+    is_called = type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    return not path or inside or not is_called or not arguments
+
+
 def _replacement(module: nn.Module, rule: Rule) -> type[Recorded]:
     is_linear = rule in (linear, transposed_linear) and "forward" not in vars(module)
     return RecordedLinear if is_linear else Recorded
-
-
-def _unit(module: nn.Module, path: str, names: dict[int, str], batch: int) -> Layer:
-    """A module without a rule, with everything in it."""
-    if not path:
-        bare = next(name for name, p in module._parameters.items() if p is not None and id(p) in names)
-        raise UnfitError(bare_parameter(bare))
-    inside = {name: names[id(p)] for name, p in module.named_parameters() if id(p) in names}
-    return Layer(module, path, inside, batch, None)
 
 
 def _batch_dimension(module: nn.Module, inherited: int) -> int:

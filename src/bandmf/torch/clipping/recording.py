@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,11 +24,21 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
+from bandmf.torch.clipping.calls import Calls
 from bandmf.torch.clipping.contributions.totals import Described, Unsettled, settle
 from bandmf.torch.clipping.fallback import Call, Seen, changed
-from bandmf.torch.clipping.refusals import not_by_function, refuse_packed, second_order, other_rows
+from bandmf.torch.clipping.refusals import not_by_function, other_rows, refuse_packed, second_order
 from bandmf.torch.clipping.rows import Owners, by_example, owners
 from bandmf.torch.clipping.rules import Rule, convolution, embedding, linear
+from bandmf.torch.clipping.shared import (
+    Shared,
+    Source,
+    by_layer,
+    of_examples,
+    of_parameter,
+    of_source,
+    rows_of,
+)
 from bandmf.torch.noise.precision import plain_arithmetic
 
 ANCHOR = torch.empty(0, requires_grad=True)  # gives outputs a backward pass where no input has one
@@ -57,11 +67,11 @@ class Layer:
 
 
 @dataclass(frozen=True, eq=False)
-class Entry:
-    """One use of a layer, and what it makes the gradients of its parameters of."""
+class Bare:
+    """A module that hands out parameters without a layer."""
 
-    layer: Layer
-    described: Described  # those that are trained
+    module: nn.Module
+    names: dict[str, str]
 
 
 class Recorder:
@@ -69,10 +79,11 @@ class Recorder:
 
     def __init__(self) -> None:
         self.examples = 0
-        self._entries: list[Entry] = []
+        self._entries: list[Described] = []  # by the names of the model
         self._unsettled = Unsettled()
         self._listening = False  # whether the backward pass is ours: `losses` may have some of its own
         self._seen: dict[Layer, Seen] = {}
+        self.calls = Calls()
         self._lock = threading.RLock()  # every GPU has a thread of its own in the backward pass
         self._thread = threading.local()
 
@@ -91,29 +102,33 @@ class Recorder:
             self._thread.silent = before
 
     @contextmanager
-    def of(self, layers: list[Layer], examples: int) -> Iterator[None]:
-        """Record these layers; afterwards they, and what was noted, are as before."""
+    def of(self, layers: Iterable[Layer], bare: Iterable[Bare], examples: int) -> Iterator[None]:
+        """Record these; afterwards they, and what was noted, are as before."""
         self.examples, before = examples, []
         try:
             for layer in layers:
-                own = vars(layer.module)
-                before.append((own, own.get("forward")))
-                own["forward"] = (layer.replacement or Recorded)(layer, self)
+                before.append((vars(layer.module), "forward", vars(layer.module).get("forward")))
+                vars(layer.module)["forward"] = (layer.replacement or Recorded)(layer, self)
+            for owner in bare:
+                for name, full in owner.names.items():
+                    before.append((vars(owner.module), name, None))
+                    parameter: Any = owner.module._parameters[name]
+                    vars(owner.module)[name] = of_parameter(full, parameter, self)
             yield
         finally:
-            for own, forward in before:
-                own.pop("forward", None)
-                if forward is not None:
-                    own["forward"] = forward
+            for own, name, was in before:
+                own.pop(name, None)
+                if was is not None:
+                    own[name] = was
             self._entries, self._unsettled, self._listening = [], Unsettled(), False
 
     def listen(self) -> None:
         """From now on, until the pass ends, backward passes are recorded."""
         self._listening = True
 
-    def settle(self) -> list[Entry]:
+    def settle(self) -> list[Described]:
         """All entries, with sums over places added up."""
-        settle([entry.described for entry in self._entries])
+        settle(self._entries)
         self._unsettled = Unsettled()
         return self._entries
 
@@ -125,7 +140,7 @@ class Recorder:
         What is small is computed at once, so that inputs and gradients of convolutions and of normalizing layers do not
         wait in memory for the end of the pass.
         """
-        if not self._arrives(layer):
+        if not self._arrives(layer.path):
             return
         with self._lock, self.silent(), plain_arithmetic():
             if layer.batch:
@@ -134,19 +149,22 @@ class Recorder:
                 given, gradient = (each.flatten(0, whose.dimensions - 1) for each in (given, gradient))
             self._check_rows(layer, whose, given, gradient)
             described = _describe(layer, rule, given, gradient)
-            if whose is not None:
-                described = by_example(described, whose, self.examples)
-            self._unsettled.add(described)
-            self._entries.append(Entry(layer, described))
+            self._add({layer.names[name]: term for name, term in described.items()}, whose)
+
+    def _add(self, described: Described, whose: Owners | None) -> None:
+        if whose is not None:
+            described = by_example(described, whose, self.examples)
+        self._unsettled.add(described)
+        self._entries.append(described)
 
     def count(self, whose: Owners | None) -> int:
         """How many rows a layer has."""
         return self.examples if whose is None else whose.count(self.examples)
 
-    def _arrives(self, layer: Layer) -> bool:
+    def _arrives(self, path: str) -> bool:
         """Whether a backward pass through a layer is to be recorded."""
         if not self._listening and torch.is_grad_enabled():  # create_graph
-            raise second_order(layer.path)
+            raise second_order(path)
         return self._listening
 
     def _check_rows(self, layer: Layer, whose: Owners | None, *rows: Tensor) -> None:
@@ -172,6 +190,18 @@ class Recorder:
 
         return _Note.apply(ANCHOR, receive, False, output)
 
+    def note_shared(self, name: str, rows: Tensor, describe: Callable[[Tensor], list[Described]]) -> Tensor:
+        """A parameter without a layer, with one row for each example."""
+        whose = owners()
+
+        def receive(_: tuple[Tensor, ...], gradient: Tensor) -> None:
+            if self._arrives(name):
+                with self._lock, self.silent(), plain_arithmetic():
+                    for described in describe(gradient):
+                        self._add(described, whose)
+
+        return _Note.apply(ANCHOR, receive, False, rows)
+
     def call(self, layer: Layer, args: Any, kwargs: Any) -> Call:
         """What torch.func needs to repeat a call of a layer without a rule; made before the layer runs."""
         return Call(layer, args, kwargs, self.count(owners()), self._seen.setdefault(layer, {}))
@@ -191,7 +221,7 @@ class Recorder:
         layer, whose = call.layer, owners()
 
         def receive(saved: tuple[Tensor, ...], gradient: Tensor) -> None:
-            if not self._arrives(layer):
+            if not self._arrives(layer.path):
                 return
             with self._lock, self.silent():
                 self._check_rows(
@@ -201,9 +231,7 @@ class Recorder:
                     found: Described = dict(call.gradients(saved, gradient, number))
                 except Exception as error:
                     raise not_by_function(error) from error
-                if whose is not None:
-                    found = by_example(found, whose, self.examples)
-                self._entries.append(Entry(layer, found))
+                self._add({layer.names[name]: term for name, term in found.items()}, whose)
 
         return receive
 
@@ -216,14 +244,25 @@ class Recorded:
         self.own = layer.module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.recorder.is_silent or not torch.is_grad_enabled():
+        recorder = self.recorder
+        if recorder.is_silent or not torch.is_grad_enabled():
+            recorder.calls.see(self.layer, args, kwargs)
             return self.own(*args, **kwargs)
+        given = [*args, *kwargs.values()]
+        if any(isinstance(each, Shared) for each in given):
+            if not any(
+                isinstance(each, Shared) and each.node.once is not None or of_examples(each) for each in given
+            ):
+                return by_layer(self.layer, recorder, args, kwargs)
+            args, kwargs = tuple(map(rows_of, args)), {name: rows_of(each) for name, each in kwargs.items()}
         return self.record(args, kwargs)
 
     def record(self, args: Any, kwargs: Any) -> Any:
         layer = self.layer
         if layer.rule is None:
             return self._record_unit(args, kwargs)
+        if layer.rule is embedding and (known := self._positions(self._input(args, kwargs))) is not None:
+            return known
         args, kwargs = self._adapt(args, kwargs)
         given = self._input(args, kwargs)
         version = given._version
@@ -234,9 +273,28 @@ class Recorded:
             return self.recorder.note(layer, layer.rule, given, output)
         return self.recorder.note_unit(self.recorder.call(layer, args, kwargs), output)
 
+    def _positions(self, indices: Tensor) -> Shared | None:
+        """The output for numbers that are given once for all examples, as positions are; None for others."""
+        whose = owners()
+        if whose is not None or (indices.ndim > 1 and len(indices) == 1):
+            return None
+        if not self.recorder.calls.is_for_all(self.layer, indices, self.recorder.examples):
+            return None
+        module: Any = self.layer.module
+        with torch.no_grad():
+            value = self.own(indices)
+
+        def describe(gradients: Tensor) -> Described:
+            each = embedding(module, indices.expand(len(gradients), *indices.shape), gradients)
+            return {self.layer.names[name]: term for name, term in each.items()}
+
+        return of_source(Source(self.layer.names["weight"], value, describe), self.recorder)
+
     def _record_unit(self, args: Any, kwargs: Any) -> Any:
         """Whatever runs inside is part of the layer, even a module that is also used, and recorded, elsewhere."""
         refuse_packed(self.layer.path, args, kwargs)
+        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
+            return by_layer(self.layer, self.recorder, args, kwargs)
         call = self.recorder.call(self.layer, args, kwargs)
         with self.recorder.silent():
             output = self._run(args, kwargs)

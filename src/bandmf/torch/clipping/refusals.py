@@ -162,6 +162,14 @@ def frozen_later(name: str) -> str:
     )
 
 
+def not_shared(name: str, what: str) -> RuntimeError:
+    """The error for a parameter without a layer, in an operation whose rows nobody knows."""
+    return RuntimeError(
+        f"model: {name!r} {what}, where single examples cannot be told apart; move that operation into a module of its "
+        "own, which is given the examples and the parameter, or use clipping='vmap'"
+    )
+
+
 def second_order(path: str) -> RuntimeError:
     """The error for a gradient of a gradient."""
     return RuntimeError(

@@ -51,7 +51,7 @@ def _by_bookkeeping(model: nn.Module) -> tuple[list[Finding], list[Layer]]:
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     unfit = [_computed(path, module) for path, module in model.named_modules() if _computes(module)]
     try:
-        return unfit, layers_of(model, names)
+        return unfit, layers_of(model, names)[0]
     except UnfitError as error:
         return [error.finding, *unfit], []
 

@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from bandmf import _check
 from bandmf._deprecated import warn
-from bandmf.torch.clipping.old.bookkeeping import Bookkeeping
 from bandmf.torch.clipping.contributions import Outer, Rows
+from bandmf.torch.clipping.old.bookkeeping import Bookkeeping
 from bandmf.torch.clipping.protocol import Clipping, Parameters
 from bandmf.torch.clipping.refusals import UnsupportedError, refuse_mixing, refuse_shared_memory, suspects
 from bandmf.torch.clipping.rules import rule, total

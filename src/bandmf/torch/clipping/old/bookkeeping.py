@@ -25,11 +25,11 @@ from bandmf.torch.clipping.contributions import (
     write_out_thin,
 )
 from bandmf.torch.clipping.contributions.totals import Totals
-from bandmf.torch.clipping.old.layers import layers_of
 from bandmf.torch.clipping.norms import Terms, squares_apart, total_squares
+from bandmf.torch.clipping.old.layers import layers_of
+from bandmf.torch.clipping.old.recording import Recorder, replace_forward, restore_forward
 from bandmf.torch.clipping.products import PORTION, fuses, widened
 from bandmf.torch.clipping.protocol import Clipping, Parameters, clip_factors, clip_limit
-from bandmf.torch.clipping.old.recording import Recorder, replace_forward, restore_forward
 from bandmf.torch.clipping.refusals import (
     edited,
     late_backward,

@@ -1,0 +1,330 @@
+"""Parameters that act on every example without a layer: cls_token, pos_embed, log_vars, the scale of a residual.
+
+In a private pass a module hands them out as `Shared` tensors. A Shared value is a function of parameters and constants
+alone; operations with such values give further ones, with the recipe to compute them again. Where one meets a tensor of
+the examples, it is given out with one row for each of them, so that the backward pass finds a gradient for each; the
+recipe takes that back to the parameters.
+
+Guarantee: which row belongs to which example follows from how the dimensions of an operation are aligned, never from
+comparing lengths. An operation that is not known raises an error that names the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, vjp, vmap
+from torch.utils import _pytree as pytree
+
+from bandmf.torch.clipping.contributions.totals import Described
+from bandmf.torch.clipping.fallback import random_state
+from bandmf.torch.clipping.refusals import not_shared
+from bandmf.torch.clipping.rows import owners
+
+if TYPE_CHECKING:
+    from bandmf.torch.clipping.recording import Layer, Recorder
+
+_POINTWISE = {
+    *("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "pow", "where", "lerp", "addcmul"),
+    *("rsub", "radd", "rmul", "rdiv", "rtruediv", "truediv", "rpow", "maximum", "minimum", "masked_fill"),
+    *("addcdiv", "logaddexp", "atan2", "hypot", "fmod", "copysign", "iadd", "isub", "imul", "itruediv"),
+    *("to", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone", "neg", "exp", "tanh", "sigmoid"),
+}  # fmt: skip
+_CAT = {"cat", "concat", "concatenate", "stack"}
+_REPEATS = {"expand", "expand_as", "repeat", "tile", "broadcast_to"}
+_DROPOUT = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout"}
+_RANDOM = ("bernoulli", "multinomial", "rrelu", "rand", "normal", "feature_alpha", "uniform", "exponential")
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What Shared values begin with: a parameter, or the output of an embedding."""
+
+    name: str
+    value: Tensor
+    describe: Callable[[Tensor], Described]  # from gradients (rows, *shape) of single rows
+
+
+Recipe = Callable[[dict[Source, Tensor]], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    value: Tensor
+    sources: tuple[Source, ...]
+    recipe: Recipe
+    recorder: Recorder
+    once: Shared | None = None  # where all rows are the same: one of them
+
+    def fail(self, what: str) -> RuntimeError:
+        return not_shared(self.sources[0].name, what)
+
+
+class Shared(Tensor):
+    """A function of parameters and constants."""
+
+    node: Node
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _Operation(func, args, kwargs or {}).result()
+
+
+def shared(node: Node) -> Shared:
+    made = node.value.detach().as_subclass(Shared)
+    made.node = node
+    return made
+
+
+def of_source(source: Source, recorder: Recorder) -> Shared:
+    return shared(Node(source.value, (source,), lambda given: given[source], recorder))
+
+
+def of_parameter(name: str, parameter: Tensor, recorder: Recorder) -> Shared:
+    return of_source(Source(name, parameter.detach(), lambda gradients: {name: gradients}), recorder)
+
+
+class _Operation:
+    """A function of torch, some of whose arguments are Shared."""
+
+    def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
+        self.func, self.name = func, _name(func)
+        self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
+        self.shared = [leaf for leaf in self.leaves if isinstance(leaf, Shared)]
+        self.node = self.shared[0].node
+        self.others = [
+            leaf for leaf in self.leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Shared)
+        ]
+
+    def result(self) -> Any:
+        if self.name == "requires_grad":
+            return True
+        if self.name in ("detach", "data") or not torch.is_grad_enabled():
+            return self.call([_plain(leaf) for leaf in self.leaves])
+        if self.name in _REPEATS:
+            return self.repeated()
+        if any(other.requires_grad for other in self.others):
+            return self.with_examples()
+        return self.derived()
+
+    def call(self, leaves: Sequence[Any]) -> Any:
+        args, kwargs = pytree.tree_unflatten(list(leaves), self.spec)
+        return self.func(*args, **kwargs)
+
+    def derived(self) -> Any:
+        """Of Shared values and constants alone: such values again."""
+        if any(part in self.name for part in _RANDOM):
+            raise self.node.fail(f"is used by {self.name}, which draws random numbers")
+        if self.name in _DROPOUT:  # what is dropped is a constant
+            return self.shared[0] * self.call([_ones(leaf) for leaf in self.leaves])
+        if (self.name.endswith("_") and not self.name.endswith("__")) or self.name == "setitem":
+            raise self.node.fail(f"is changed in place by {self.name}")
+        if (once := self._once()) is not None:
+            return once
+        return derive(self.call, self.leaves)
+
+    def _once(self) -> Shared | None:
+        """Where all rows of all arguments are the same: so are those of the result."""
+        if self.name not in _POINTWISE | _CAT or not any(each.node.once is not None for each in self.shared):
+            return None
+        ndim = max(leaf.ndim for leaf in self.leaves if isinstance(leaf, Tensor))
+        if self.name in _CAT and self._dimension() == 0:
+            return None
+        leaves, rows = [], 1
+        for leaf in self.leaves:
+            if isinstance(leaf, Shared) and leaf.node.once is not None and leaf.ndim == ndim:
+                rows, leaf = len(leaf), leaf.node.once
+            elif isinstance(leaf, Tensor) and leaf.ndim == ndim and len(leaf) != 1:
+                return None
+            leaves.append(leaf)
+        once = derive(self.call, leaves)
+        value = _plain(once).expand(rows, *once.shape[1:])
+        return shared(
+            Node(value, once.node.sources, _expanded(once.node.recipe, rows), self.node.recorder, once)
+        )
+
+    def repeated(self) -> Any:
+        """A new first dimension, or one of length 1, that is repeated."""
+        given = self.leaves[0]
+        if not isinstance(given, Shared):  # only the shape of what is Shared counts
+            return self.call([_plain(leaf) for leaf in self.leaves])
+        leaves = [
+            leaf.detach() if isinstance(leaf, Tensor) and not isinstance(leaf, Shared) else leaf
+            for leaf in self.leaves
+        ]
+        made = derive(self.call, leaves)
+        if not isinstance(made, Shared) or made.ndim == 0:
+            return made
+        if made.ndim > given.ndim or (given.ndim and len(given) == 1):
+            once = derive(lambda leaves: self.call(leaves).narrow(0, 0, 1), leaves) if len(made) else None
+            return shared(
+                Node(made.node.value, made.node.sources, made.node.recipe, made.node.recorder, once)
+            )
+        return made
+
+    def with_examples(self) -> Any:
+        """With tensors of the examples: one row for each."""
+        if (
+            self.name in _POINTWISE
+            or self.name.rstrip("_") in _POINTWISE
+            or self.name == "scaled_dot_product_attention"
+        ):
+            if isinstance(self.leaves[0], Shared) and self.name.endswith("_"):
+                raise self.node.fail(f"is changed in place by {self.name}")
+            ndim = max(leaf.ndim for leaf in self.leaves if isinstance(leaf, Tensor))
+            return self.call([_rows(leaf, ndim) for leaf in self.leaves])
+        if self.name in _CAT:
+            ndim = self.shared[0].ndim
+            if self._dimension() == 0:
+                raise self.node.fail(f"is joined to examples by {self.name} along their own dimension")
+            return self.call([_rows(leaf, ndim) for leaf in self.leaves])
+        if self.name in ("matmul", "rmatmul", "bmm"):
+            left, right = (self.leaves[1], self.leaves[0]) if self.name == "rmatmul" else self.leaves[:2]
+            return self._matmul(left, right)
+        if self.name == "linear":
+            x, weight, *bias = (*self.leaves, None)[:3]
+            output = self._matmul(x, weight.mT)
+            return output if bias[0] is None else output + bias[0]
+        if all(each.node.once is not None for each in self.shared):
+            return self.call(
+                [_rows(leaf, leaf.ndim) if isinstance(leaf, Shared) else leaf for leaf in self.leaves]
+            )
+        raise self.node.fail(f"meets examples in {self.name}")
+
+    def _matmul(self, left: Tensor, right: Tensor) -> Tensor:
+        """x @ W: for each example a matrix of its own."""
+        if isinstance(left, Shared) and right.ndim < 3 and not isinstance(right, Shared):
+            raise self.node.fail("is multiplied from the left with a matrix of all examples")
+        vector, column = left.ndim == 2, right.ndim == 1
+        left = left[:, None] if vector and not isinstance(left, Shared) else left
+        right = right[:, None] if column else right
+        ndim = max(left.ndim, right.ndim, 3)
+        product = torch.matmul(_rows(left, ndim), _rows(right, ndim))
+        product = product[:, 0] if vector and not isinstance(self.leaves[0], Shared) else product
+        return product[..., 0] if column else product
+
+    def _dimension(self) -> int:
+        """Along which tensors are joined."""
+        args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
+        dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
+        return dim if dim >= 0 else dim + self.shared[0].ndim + (self.name == "stack")
+
+
+def derive(call: Callable[[list[Any]], Any], leaves: Sequence[Any]) -> Any:
+    """call(leaves), whose tensors are Shared where some of the leaves are."""
+    nodes = {n: leaf.node for n, leaf in enumerate(leaves) if isinstance(leaf, Shared)}
+    first = next(iter(nodes.values()))
+    sources = tuple(dict.fromkeys(source for node in nodes.values() for source in node.sources))
+    output, spec = pytree.tree_flatten(call([_plain(leaf) for leaf in leaves]))
+    constants = [None if n in nodes else leaf for n, leaf in enumerate(leaves)]
+
+    def recipe(number: int) -> Recipe:
+        def compute(given: dict[Source, Tensor]) -> Tensor:
+            now = [nodes[n].recipe(given) if n in nodes else constant for n, constant in enumerate(constants)]
+            return pytree.tree_leaves(call(now))[number]
+
+        return compute
+
+    made = [
+        shared(Node(each, sources, recipe(number), first.recorder))
+        if isinstance(each, Tensor) and each.is_floating_point()
+        else each
+        for number, each in enumerate(output)
+    ]
+    return pytree.tree_unflatten(made, spec)
+
+
+def by_layer(layer: Layer, recorder: Recorder, args: Any, kwargs: Any) -> Any:
+    """The output of a layer that is given Shared values, or nothing of the examples: Shared too."""
+    names = list(layer.names)
+    handed = [
+        of_parameter(layer.names[n], p, recorder) for n, p in zip(names, layer.parameters(), strict=True)
+    ]
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+
+    def call(given: list[Any]) -> Any:
+        args, kwargs = pytree.tree_unflatten(given[len(names) :], spec)
+        with recorder.silent():
+            return functional_call(layer.module, dict(zip(names, given, strict=False)), args, kwargs)
+
+    before = random_state(handed[0].node.value)
+    output = derive(call, [*handed, *leaves])
+    if not torch.equal(before, random_state(handed[0].node.value)):
+        raise not_shared(layer.path, "is given nothing of the examples, and draws random numbers")
+    return output
+
+
+def _rows(leaf: Any, ndim: int) -> Any:
+    """A Shared value with one row for each example, in an operation of so many dimensions; others as they are."""
+    if not isinstance(leaf, Shared):
+        return leaf
+    node, count = leaf.node, leaf.node.recorder.count(owners())
+    if node.once is not None and leaf.ndim == ndim:
+        node = node.once.node
+    value = node.value.reshape(*[1] * (ndim - node.value.ndim), *node.value.shape)
+    if ndim == 0 or (len(value) != 1 and len(value) != count):
+        raise node.fail("meets tensors whose first dimension does not count the examples")
+    every = len(value) == 1
+    return node.recorder.note_shared(
+        node.sources[0].name,
+        value.expand(count, *value.shape[1:]),
+        lambda gradients: _described(node, gradients, every),
+    )
+
+
+def rows_of(leaf: Any) -> Any:
+    """A Shared value whose first dimension counts the examples, as an ordinary tensor."""
+    return _rows(leaf, leaf.ndim) if isinstance(leaf, Shared) else leaf
+
+
+def _described(node: Node, gradients: Tensor, every: bool) -> list[Described]:
+    """From the gradient of each row to what each source describes."""
+    given = [source.value for source in node.sources]
+
+    def compute(*values: Tensor) -> Tensor:
+        return node.recipe(dict(zip(node.sources, values, strict=True)))
+
+    output, pull = vjp(compute, *given)
+    gradients = gradients.to(output.dtype)
+    if every:
+        found = vmap(pull)(gradients.reshape(len(gradients), *output.shape))
+    else:  # of row i, example i alone has something
+
+        def one(number: Tensor, gradient: Tensor) -> Any:
+            return pull(torch.zeros_like(output).index_copy(0, number[None], gradient[None]))
+
+        found = vmap(one)(torch.arange(len(gradients), device=gradients.device), gradients)
+    return [source.describe(each) for source, each in zip(node.sources, found, strict=True)]
+
+
+def _expanded(recipe: Recipe, rows: int) -> Recipe:
+    def compute(given: dict[Source, Tensor]) -> Tensor:
+        once = recipe(given)
+        return once.expand(rows, *once.shape[1:])
+
+    return compute
+
+
+def of_examples(leaf: Any) -> bool:
+    """Whether a tensor is computed from the examples."""
+    return isinstance(leaf, Tensor) and not isinstance(leaf, Shared) and leaf.requires_grad
+
+
+def _plain(leaf: Any) -> Any:
+    return leaf.node.value if isinstance(leaf, Shared) else leaf
+
+
+def _ones(leaf: Any) -> Any:
+    return torch.ones_like(leaf.node.value) if isinstance(leaf, Shared) else leaf
+
+
+def _name(func: Any) -> str:
+    """Of a function, an operator (__add__ is add) or an attribute."""
+    name = getattr(func, "__name__", str(func))
+    if name == "__get__":
+        return str(getattr(func.__self__, "__name__", name))
+    return name.removeprefix("__").removesuffix("__")

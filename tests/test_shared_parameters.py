@@ -1,0 +1,272 @@
+"""Parameters without a layer act on every example: each example's gradient is its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from bandmf.torch.clipping import shared
+from bandmf.torch.clipping.rows import rows
+from one_at_a_time import added, assert_clipped_as_single_examples
+
+B, T, D = 4, 3, 6
+
+
+def parameter(*shape):
+    return nn.Parameter(torch.randn(*shape))
+
+
+class Model(nn.Module):
+    def __init__(self, forward, **own):
+        super().__init__()
+        self.first, self.last = nn.Linear(D, D), nn.Linear(D, 2)
+        for name, value in own.items():
+            setattr(self, name, value)
+        self._forward = forward
+
+    def forward(self, x):
+        return self._forward(self, x)
+
+
+def score(output):
+    return output.flatten(1).sin() @ torch.linspace(-1, 2, output[0].numel()).to(output)
+
+
+def losses(model, x):
+    return score(model(x))
+
+
+def cls_token(m, x):
+    x = torch.cat([m.cls.expand(len(x), -1, -1), m.first(x)], dim=1)
+    return m.last((x + m.pos).tanh())
+
+
+def cls_token_repeated(m, x):
+    return m.last(torch.cat((m.first(x), m.cls.repeat(x.shape[0], 1, 1)), 1).tanh() + m.pos)
+
+
+def cls_and_registers_of_one_call(m, x):
+    tokens = torch.cat([m.cls.expand(len(x), -1, -1), m.registers.expand(len(x), -1, -1)], 1)
+    return m.last(torch.cat([tokens.to(x.dtype), m.first(x)], 1).tanh())
+
+
+def positions_before_examples(m, x):
+    return m.last((m.first(x) + m.pos[:, 1:]).relu() + (m.pos * 2)[0, 0])
+
+
+def layer_scale(m, x):
+    return m.last(x + m.gamma * m.first(x))
+
+
+def scale_of_raw_inputs(m, x):
+    return m.last(m.first(x * m.gamma.exp()))
+
+
+def mask_token(m, x):
+    x = m.first(x)
+    return m.last(torch.where(x[..., :1] > 0, m.cls, x))
+
+
+def mask_of_numbers(m, x):
+    x = m.first(x)
+    mask = (x.detach()[..., :1] > 0).to(x.dtype)
+    return m.last(x * (1 - mask) + m.cls * mask)
+
+
+def matrix(m, x):
+    return m.last(x @ m.weight + functional.linear(x, m.weight, m.gamma))
+
+
+def matrix_of_vectors(m, x):
+    return m.last(m.first(x.mean(1)) @ m.weight) * (m.first(x.mean(1)) @ m.gamma)[:, None]
+
+
+def queries(m, x):
+    keys = m.first(x)
+    asked = m.first(m.queries.unsqueeze(0).expand(len(x), -1, -1))
+    return m.last(functional.scaled_dot_product_attention(asked, keys, keys))
+
+
+def queries_through_a_layer_before_rows(m, x):
+    return m.last(m.first(m.queries)[None] * m.first(x).mean(1, keepdim=True))
+
+
+def bias_of_pairs(m, x):
+    h = m.first(x)
+    return m.last((h @ h.mT + m.pairs[None]).softmax(-1) @ h)
+
+
+def through_a_list(m, x):
+    return m.last(m.first(x) * m.several[0] + m.several[1])
+
+
+def normalized(m, x):
+    return m.last(m.first(x) @ (m.weight / m.weight.norm(dim=0, keepdim=True)))
+
+
+def half_used(m, x):
+    a, b = m.gamma.chunk(2)
+    return m.last(m.first(x) * torch.cat([a, 3 * b]))
+
+
+def dropped_out(m, x):
+    return m.last(m.first(x) + functional.dropout(m.pos[:, :1], 0.0, True))
+
+
+def in_place(m, x):
+    x = m.first(x).clone()
+    x += m.gamma
+    return m.last(x)
+
+
+def under_checkpointing(m, x):
+    return m.last(checkpoint(lambda x: (m.first(x) * m.gamma + m.pos[:, :T]).tanh(), x, use_reentrant=False))
+
+
+def own():
+    return {
+        "cls": parameter(1, 1, D), "pos": parameter(1, T + 1, D), "gamma": parameter(D), "weight": parameter(D, D),
+        "registers": parameter(1, 2, D), "queries": parameter(5, D), "pairs": parameter(T, T),
+        "several": nn.ParameterList([parameter(D), parameter(1, 1, D)]),
+    }  # fmt: skip
+
+
+WAYS = [
+    cls_token, cls_token_repeated, cls_and_registers_of_one_call, positions_before_examples, layer_scale,
+    scale_of_raw_inputs, mask_token, mask_of_numbers, matrix, matrix_of_vectors, queries,
+    queries_through_a_layer_before_rows, bias_of_pairs, through_a_list, normalized, half_used, dropped_out, in_place,
+    under_checkpointing,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("examples", [B, T, T + 1, 5, 1])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_bare_parameters_are_clipped_as_one_example_at_a_time(way, examples):
+    """Also where there are as many examples as places, tokens or queries."""
+    torch.manual_seed(0)
+    x = torch.randn(examples, T, D)
+    assert_clipped_as_single_examples(Model(way, **own()), losses, x, x.split(1))
+
+
+def test_bare_parameters_of_a_block_inside_a_model_train():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(D, D), Model(layer_scale, gamma=parameter(D)), nn.Tanh())
+    x = torch.randn(B, T, D)
+    assert_clipped_as_single_examples(model, losses, x, x.split(1))
+
+
+def test_weights_of_several_losses_train():
+    torch.manual_seed(0)
+    model = Model(lambda m, x: m.last(m.first(x)), log_vars=parameter(2))
+
+    def weighted(model, x):
+        output = model(x).sin().sum(1)
+        both = output * torch.exp(-model.log_vars) + model.log_vars
+        return (
+            both.sum(1)
+            + sum(torch.exp(-model.log_vars[i]) * output[:, i] for i in range(2))
+            + model.log_vars.norm()
+        )
+
+    x = torch.randn(B, T, D)
+    assert_clipped_as_single_examples(model, weighted, x, x.split(1))
+
+
+def test_bare_parameters_in_rows_of_other_owners():
+    torch.manual_seed(0)
+
+    def views(model, x):
+        with rows(each=2):
+            return score(model(x.flatten(0, 1))).view(-1, 2).square().sum(1)
+
+    x = torch.randn(B, 2, T, D)
+    assert_clipped_as_single_examples(Model(cls_token, **own()), views, x, x.split(1))
+
+
+@pytest.mark.parametrize("parametrization", [nn.utils.parametrizations.weight_norm])
+def test_parametrized_linear_layers_train(parametrization):
+    torch.manual_seed(0)
+    model = nn.Sequential(parametrization(nn.Linear(D, D)), nn.Tanh(), nn.Linear(D, 2))
+    x = torch.randn(B, T, D)
+    from torch.func import functional_call  # noqa: F401
+
+    assert_clipped_as_single_examples(model, losses, x, x.split(1))
+
+
+# --- embeddings that are given numbers once for all examples ------------------------------------------------
+
+
+class Positions(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.embed, self.place, self.project, self.how = (
+            nn.Embedding(7, D),
+            nn.Embedding(9, D),
+            nn.Linear(D, D),
+            how,
+        )
+
+    def forward(self, tokens):
+        return self.how(self, self.embed(tokens), torch.arange(tokens.shape[1]))
+
+
+HOWS = {
+    "added": lambda m, x, places: x + m.place(places),
+    "with a dimension": lambda m, x, places: x + m.place(places).unsqueeze(0),
+    "of one row": lambda m, x, places: x + m.place(places[None]),
+    "projected": lambda m, x, places: x * m.project(m.place(places)),
+    "of pairs": lambda m, x, places: x + m.place((places[:, None] - places).abs()).mean(0),
+}
+
+
+@pytest.mark.parametrize("examples", [T, T + 1, 5, 1])
+@pytest.mark.parametrize("how", HOWS)
+def test_positions_given_once_train_even_if_there_are_as_many_as_examples(how, examples):
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 7, (examples, T))
+    assert_clipped_as_single_examples(Positions(HOWS[how]), losses, tokens, tokens.split(1))
+
+
+@pytest.mark.parametrize("examples", [T, T + 1, 1])
+def test_categories_of_the_examples_train_even_if_there_are_as_many_as_places(examples):
+    torch.manual_seed(0)
+
+    def forward(model, batch):
+        tokens, category = batch
+        x = model.embed(tokens) + model.place(torch.arange(T))
+        return score(model.project(x) + model.project(model.embed(category))[:, None])
+
+    batch = torch.randint(0, 7, (examples, T)), torch.randint(0, 7, (examples,))
+    alone = list(zip(*(each.split(1) for each in batch), strict=True))
+    assert_clipped_as_single_examples(Positions(None), forward, batch, alone)
+
+
+# --- what is not known --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", [
+    lambda m, x: m.last(functional.layer_norm(m.first(x), (D,), m.gamma)),
+    lambda m, x: m.last(torch.einsum("btd,de->bte", m.first(x), m.weight)),
+    lambda m, x: m.last(torch.cat([m.first(x), m.cls], 0)[: len(x)]),
+    lambda m, x: m.last((m.first(x).transpose(0, 1) + m.pos[0, :T, None]).transpose(0, 1)),
+])  # fmt: skip
+def test_operations_that_are_not_known_are_an_error_that_names_the_parameter_and_vmap(way):
+    torch.manual_seed(0)
+    model, x = Model(way, **own()), torch.randn(5, T, D)
+    with pytest.raises(RuntimeError, match="clipping='vmap'") as caught:
+        added(model, losses, x, 5)
+    assert any(f"{name!r}" in str(caught.value) for name in ("gamma", "weight", "cls", "pos"))
+    assert all(name not in vars(model) for name in own())
+
+
+def test_a_planted_error_is_caught(monkeypatch):
+    """Every example is given the gradient of the next one."""
+    right = shared._described
+    monkeypatch.setattr(shared, "_described", lambda node, g, every: right(node, g.roll(1, 0), every))
+    torch.manual_seed(0)
+    x = torch.randn(B, T, D)
+    with pytest.raises(AssertionError):
+        assert_clipped_as_single_examples(Model(cls_token, **own()), losses, x, x.split(1))
