@@ -55,7 +55,7 @@ class Calls:
         try:
             with torch.no_grad(), torch.random.fork_rng():
                 self._again()
-        except Exception:  # noqa: BLE001, S110  # a batch that cannot be made smaller: rows, as verify then checks
+        except Exception:  # a batch that cannot be made smaller: rows, as verify then checks
             pass
         found, self._lengths = self._lengths.get(layer, []), None
         for_all = [length == examples for length in found]

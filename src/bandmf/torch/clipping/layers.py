@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import is_parametrized
 
 from bandmf.torch.clipping import recurrent
 from bandmf.torch.clipping.attention import Attention, describes
@@ -35,6 +36,9 @@ def layers_of(model: nn.Module, names: dict[int, str]) -> tuple[list[Layer], lis
 def _walk(module: nn.Module, path: str, names: dict[int, str], batch: int) -> Iterator[Layer | Bare]:
     batch = _batch_dimension(module, batch)
     own = {name: names[id(p)] for name, p in module._parameters.items() if p is not None and id(p) in names}
+    if is_parametrized(module) and _inside(module, names):
+        yield Layer(module, path, _inside(module, names), batch, None)
+        return
     if own and describes(module):
         yield Layer(module, path, own, 0, replacement=Attention)
     elif own and recurrent.describes(module):
@@ -44,11 +48,15 @@ def _walk(module: nn.Module, path: str, names: dict[int, str], batch: int) -> It
     elif own and _hands_out(module, path, names):
         yield Bare(module, own)
     elif own:
-        inside = {name: names[id(p)] for name, p in module.named_parameters() if id(p) in names}
-        yield Layer(module, path, inside, batch, None)
+        yield Layer(module, path, _inside(module, names), batch, None)
         return
     for name, child in module.named_children():
         yield from _walk(child, f"{path}.{name}" if path else name, names, batch)
+
+
+def _inside(module: nn.Module, names: dict[int, str]) -> dict[str, str]:
+    """All of its parameters, and those of its parts."""
+    return {name: names[id(p)] for name, p in module.named_parameters() if id(p) in names}
 
 
 def _hands_out(module: nn.Module, path: str, names: dict[int, str]) -> bool:

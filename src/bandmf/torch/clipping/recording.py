@@ -251,7 +251,8 @@ class Recorded:
         given = [*args, *kwargs.values()]
         if any(isinstance(each, Shared) for each in given):
             if not any(
-                isinstance(each, Shared) and each.node.once is not None or of_examples(each) for each in given
+                (isinstance(each, Shared) and each.node.once is not None) or of_examples(each)
+                for each in given
             ):
                 return by_layer(self.layer, recorder, args, kwargs)
             args, kwargs = tuple(map(rows_of, args)), {name: rows_of(each) for name, each in kwargs.items()}

@@ -1,8 +1,8 @@
 """nn.RNN, nn.GRU and nn.LSTM, computed with maps of input and state that are recorded.
 
 Torch computes them in one function, where nothing can be recorded. Here the steps are written out. The places of an
-example are its times t: with the gradients g_t of the gates, sum_t g_t x_t' is the gradient of the map of the input, and
-sum_t g_t h_(t-1)' that of the map of the state.
+example are its times t: with the gradients g_t of the gates, the map of the input has the gradient sum_t g_t x_t', and
+the map of the state sum_t g_t h_(t-1)'.
 """
 
 from __future__ import annotations

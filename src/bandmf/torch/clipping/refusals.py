@@ -33,7 +33,7 @@ class Finding:
 
 
 class UnsupportedError(ValueError):
-    """Book-keeping cannot describe a layer; another mode of clipping may."""
+    """This mode of clipping cannot describe a layer; the other one may."""
 
 
 class UnfitError(UnsupportedError):
@@ -90,7 +90,7 @@ def not_by_function(error: Exception) -> UnsupportedError:
     """The error for a layer without a rule whose gradients torch.func does not give."""
     found = UnsupportedError(
         f"clipping: torch.func cannot give the gradients of single examples here ({error}); register a rule with "
-        "bandmf.torch.clipping.rule"
+        "bandmf.torch.clipping.rule, or use clipping='vmap'"
     )
     found.__cause__ = error
     return found
@@ -128,7 +128,7 @@ def bare_parameter(name: str) -> Finding:
     return Finding(
         name,
         "is a parameter of the model itself, which no layer describes",
-        "put it into a module of its own, whose forward uses it, or freeze it",
+        "with FSDP2, put it into a module of its own, whose forward uses it, or freeze it",
         is_parameter=True,
     )
 
@@ -143,25 +143,6 @@ def two_dimensions(path: str, other: str) -> Finding:
     )
 
 
-def changed_in_a_batch(name: str, when: str = "changed between the start of a batch and its step") -> Finding:
-    """A buffer, parameter or module that follows the data, as running statistics do."""
-    return Finding(
-        name,
-        f"{when}, by data and without noise",
-        "keep it as it is while training (use nn.GroupNorm in place of running statistics), or change it after "
-        "optimizer.step()",
-        is_parameter=True,
-    )
-
-
-def frozen_later(name: str) -> str:
-    """A parameter of the run that does not want gradients any more."""
-    return (
-        f"model: {name!r} was frozen after make_private: the plan adds noise to it at every step, so it would move by "
-        "noise alone; freeze it before make_private, or leave it trainable"
-    )
-
-
 def not_shared(name: str, what: str) -> RuntimeError:
     """The error for a parameter without a layer, in an operation whose rows nobody knows."""
     return RuntimeError(
@@ -173,7 +154,7 @@ def not_shared(name: str, what: str) -> RuntimeError:
 def second_order(path: str) -> RuntimeError:
     """The error for a gradient of a gradient."""
     return RuntimeError(
-        f"model: the losses differentiate a gradient that goes through {path!r} (create_graph=True), which book-keeping "
+        f"model: the losses differentiate a gradient through {path!r} (create_graph=True), which book-keeping "
         "does not record; use clipping='vmap'"
     )
 
@@ -210,81 +191,4 @@ def refuse_packed(path: str, args: Iterable[Any], kwargs: dict[str, Any]) -> Non
         )
 
 
-def wrong_rows(name: str, found: int, rows: int) -> RuntimeError:
-    """The error for a layer whose gradients cannot be told apart by example."""
-    return RuntimeError(
-        f"{name!r} has gradients for {found} examples where the batch has {rows}: every input of the layer must "
-        "have the batch as its first dimension (position_ids of a transformer too), the collate function must keep "
-        "one row for each example, and a layer that some examples need must be called with all, its output masked; if "
-        "you cannot change that, freeze the layer"
-    )
-
-
 _ALONE = "where single examples cannot be told apart"
-
-
-def used_elsewhere(name: str) -> RuntimeError:
-    """A gradient of which nothing is known but that no layer recorded it."""
-    return RuntimeError(
-        f"{name!r} has a gradient from outside the layer that owns it, {_ALONE}; "
-        "call the layer itself (not F.linear or @ with its weight), put a bare nn.Parameter into a module of its "
-        "own, or freeze it with requires_grad_(False)"
-    )
-
-
-def used_by_function(name: str, layer: str, called: bool) -> RuntimeError:
-    """A weight that was given to a function: beside its layer, or in place of it."""
-    how = f"beside calls of the layer {layer!r}" if called else f"and the layer {layer!r} was not called"
-    return RuntimeError(
-        f"{name!r} has a gradient from outside the layer that owns it, {_ALONE}: its value was used by itself "
-        f"(F.linear(x, layer.weight), x @ layer.weight, a penalty on weights in the loss), {how}; call the layer, tie "
-        "weights as one nn.Parameter of two layers, and let the optimizer's weight_decay make weights small"
-    )
-
-
-def edited(name: str) -> str:
-    """The warning, or error, for a `.grad` that something else than a backward pass has written."""
-    return (
-        f"{name!r}: its .grad was written outside of backward(); to clip, scale or set the sum of gradients has no "
-        "effect on private training, which clips each example to clip_norm and fills .grad in optimizer.step(): take "
-        "clip_grad_norm_, and all else that writes to .grad, out of the loop"
-    )
-
-
-def not_by_hooks(layer: str, error: Exception, instead: Exception | None) -> UnsupportedError:
-    """Opacus cannot describe a layer; `instead` says why book-keeping could not, where it was tried first."""
-    remedy = (
-        "use clipping='bookkeeping', with a rule of bandmf.torch.clipping.rule if it wants one, or freeze the layer"
-        if instead is None
-        else f"nor can book-keeping clip this model as it is, but it can when this is repaired: {instead}"
-    )
-    return UnsupportedError(
-        f"clipping: Opacus's hooks cannot give the gradients of single examples of {layer} "
-        f"({type(error).__name__}: {error}); {remedy}"
-    )
-
-
-def extra_forward(name: str) -> RuntimeError:
-    """Opacus's hooks pair each forward pass with a backward pass, and one of them is missing."""
-    return RuntimeError(
-        f"{name!r} was used in more forward passes than backward passes: with clipping='hooks' or 'functorch' every "
-        "forward pass of a batch needs its backward pass; run the model once more inside torch.no_grad(), or use "
-        "clipping='bookkeeping', which permits it"
-    )
-
-
-def second_backward() -> RuntimeError:
-    """Opacus's hooks keep the gradients of one backward pass."""
-    return RuntimeError(
-        "a second backward pass on the same batch: with clipping='hooks' or 'functorch' optimizer.step() must follow "
-        "every backward pass; add the losses up and call backward() once, or use clipping='bookkeeping', which adds "
-        "several up"
-    )
-
-
-def late_backward() -> RuntimeError:
-    """A graph of an earlier batch, which was kept, is gone through again."""
-    return RuntimeError(
-        "a backward pass went through a batch of an earlier step, whose examples would count once more; call "
-        "loss.backward() before the optimizer.step() of the same batch"
-    )

@@ -46,13 +46,6 @@ def notes(model: nn.Module) -> Iterator[Finding]:
                 "is sparse, but its private gradient is dense: every row gets noise",
                 "use a dense optimizer, not SparseAdam",
             )
-        elif is_for_places(path, module) and trains(module):
-            yield Finding(
-                path,
-                "looks like a bias for pairs of places, which most models compute once for a whole batch: training "
-                "refuses that, as there is nothing of single examples in it",
-                "if it is refused, freeze it: layer.requires_grad_(False)",
-            )
 
 
 def trains(module: nn.Module) -> bool:
@@ -112,12 +105,6 @@ def _spectral(remove: str) -> tuple[str, str]:
         "examples at once",
         f"take it off with {remove}",
     )
-
-
-def is_for_places(path: str, module: nn.Module) -> bool:
-    """Relative positions as in T5 and Swin."""
-    kind = type(module).__name__
-    return path.rpartition(".")[2] == "relative_attention_bias" or kind.endswith("RelativePositionBias")
 
 
 def _is_quantized(module: nn.Module) -> bool:

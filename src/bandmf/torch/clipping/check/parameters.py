@@ -61,7 +61,6 @@ def notes(model: nn.Module) -> Iterator[Finding]:
             yield Finding(
                 name,
                 f"is in {kind}: gradients are added up in float32",
-                "give private.backward one loss for each example: a mean divides before it rounds",
                 is_parameter=True,
             )
 

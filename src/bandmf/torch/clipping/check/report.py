@@ -15,7 +15,7 @@ _NAMED = 3  # layers of one kind that a line names; of the others it says how ma
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """The problems of a model, which make_private refuses, and notes, which need no action."""
+    """The problems of a model, which Training refuses, and notes, which need no action."""
 
     model: str  # the name of its class
     clipping: str
@@ -24,7 +24,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether make_private accepts the model."""
+        """Whether Training accepts the model."""
         return not self.problems
 
     def refuse(self) -> None:
