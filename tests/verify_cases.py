@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from bandmf.torch import rows
@@ -47,7 +47,7 @@ def padded(batch):
 
 def padded_left(batch):
     most = max(map(len, batch))
-    return {"tokens": torch.stack([F.pad(each, (most - len(each), 0)) for each in batch])}
+    return {"tokens": torch.stack([functional.pad(each, (most - len(each), 0)) for each in batch])}
 
 
 def net(*, width=6, out=4, dropout=0.0):
@@ -56,7 +56,7 @@ def net(*, width=6, out=4, dropout=0.0):
 
 def each(model, batch):
     x, y = batch
-    return F.cross_entropy(model(x), y, reduction="none")
+    return functional.cross_entropy(model(x), y, reduction="none")
 
 
 # --- models of texts ----------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ class Reader(nn.Module):
 def token_losses(model, batch):
     tokens = batch["tokens"]
     scores = model(tokens)[:, :-1]
-    return F.cross_entropy(scores.mT, tokens[:, 1:], reduction="none") * (tokens[:, 1:] != 0)
+    return functional.cross_entropy(scores.mT, tokens[:, 1:], reduction="none") * (tokens[:, 1:] != 0)
 
 
 def own_mean(model, batch):
@@ -109,7 +109,7 @@ class Recurrent(nn.Module):
 
 
 def last_state(model, batch):
-    return F.cross_entropy(model(**batch), batch["lengths"] % 4, reduction="none")
+    return functional.cross_entropy(model(**batch), batch["lengths"] % 4, reduction="none")
 
 
 # --- wrong ones: what one example does to the others -----------------------------------------------------------
@@ -200,43 +200,46 @@ class Tied(nn.Module):
         self.embed, self.read = nn.Linear(6, 8), nn.Linear(8, 4)
 
     def forward(self, x):
-        return self.read(F.linear(x, self.embed.weight).tanh())
+        return self.read(functional.linear(x, self.embed.weight).tanh())
 
 
 def simclr(model, batch):
     x, _ = batch
-    one, two = (F.normalize(model(x + 0.1 * torch.randn_like(x)), dim=1) for _ in range(2))
-    return F.cross_entropy(one @ two.T / 0.1, torch.arange(len(x)), reduction="none")
+    one, two = (functional.normalize(model(x + 0.1 * torch.randn_like(x)), dim=1) for _ in range(2))
+    return functional.cross_entropy(one @ two.T / 0.1, torch.arange(len(x)), reduction="none")
 
 
 def frozen_negatives(model, batch):
     """The others' embeddings are constants, yet they change the loss."""
     z = model(batch[0])
-    return F.cross_entropy(z @ z.detach().T, torch.arange(len(z)), reduction="none")
+    return functional.cross_entropy(z @ z.detach().T, torch.arange(len(z)), reduction="none")
 
 
 def batch_dice(model, batch):
-    p, y = model(batch[0]).softmax(1), F.one_hot(batch[1], 4)
+    p, y = model(batch[0]).softmax(1), functional.one_hot(batch[1], 4)
     dice = 1 - 2 * (p * y).sum(0) / (p.sum(0) + y.sum(0))
     return dice[batch[1]]
 
 
 def mean_for_all(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1]).expand(len(batch[1]))
+    return functional.cross_entropy(model(batch[0]), batch[1]).expand(len(batch[1]))
 
 
 def mixup(model, batch):
     x, y = batch
     order, share = torch.randperm(len(x)), torch.distributions.Beta(1.0, 1.0).sample()
     scores = model(share * x + (1 - share) * x[order])
-    return share * F.cross_entropy(scores, y, reduction="none") + (1 - share) * F.cross_entropy(
-        scores, y[order], reduction="none"
-    )
+    return share * functional.cross_entropy(scores, y, reduction="none") + (
+        1 - share
+    ) * functional.cross_entropy(scores, y[order], reduction="none")
 
 
 def class_weights(model, batch):
     weights = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    return F.cross_entropy(model(batch[0]), batch[1], weights, reduction="none") / weights[batch[1]].sum()
+    return (
+        functional.cross_entropy(model(batch[0]), batch[1], weights, reduction="none")
+        / weights[batch[1]].sum()
+    )
 
 
 def top_k(model, batch):
@@ -278,14 +281,16 @@ def wrong_rows(model, batch):
     with rows(each=2):
         scores = model(torch.cat([x, -x]))
     first, second = scores.chunk(2)
-    return F.cross_entropy(first, y, reduction="none") + F.cross_entropy(second, y, reduction="none")
+    return functional.cross_entropy(first, y, reduction="none") + functional.cross_entropy(
+        second, y, reduction="none"
+    )
 
 
 def scaled_gradients(model, batch):
     """A hook that divides by the size of the batch's whole gradient."""
     scores = model(batch[0])
     scores.register_hook(lambda gradient: gradient / gradient.norm())
-    return F.cross_entropy(scores, batch[1], reduction="none")
+    return functional.cross_entropy(scores, batch[1], reduction="none")
 
 
 def wrong():
@@ -346,7 +351,7 @@ def wrong():
         "queue in an attribute": Case(Queue(False), each, vectors(), names="a queue, a memory bank"),
         "max_norm": Case(
             max_norm,
-            lambda m, b: F.cross_entropy(m(b[1]), b[1], reduction="none"),
+            lambda m, b: functional.cross_entropy(m(b[1]), b[1], reduction="none"),
             vectors(),
             names="max_norm",
         ),
@@ -418,7 +423,7 @@ def discriminator(generator):
         with torch.no_grad():
             fake = generator(torch.randn(len(x), 3))
         real, made = model(x), model(fake)
-        return F.softplus(-real).mean(1) + F.softplus(made).mean(1)
+        return functional.softplus(-real).mean(1) + functional.softplus(made).mean(1)
 
     return losses
 
@@ -427,7 +432,7 @@ def own_views(model, batch):
     """Contrasts two views of an example with other features of its own."""
     x, _ = batch
     one, two = model(x), model(x + 0.1 * torch.randn_like(x))
-    pairs = [F.cosine_similarity(one, two), F.cosine_similarity(one, x[:, :4])]
+    pairs = [functional.cosine_similarity(one, two), functional.cosine_similarity(one, x[:, :4])]
     return -(torch.stack(pairs, 1) / 0.1).log_softmax(1)[:, 0]
 
 
@@ -435,21 +440,23 @@ def views_in_runs(model, batch):
     x, y = batch
     with rows(each=3):
         scores = model((x[:, None] + 0.1 * torch.randn(len(x), 3, 6)).flatten(0, 1))
-    return F.cross_entropy(scores, y.repeat_interleave(3), reduction="none").view(-1, 3).mean(1)
+    return functional.cross_entropy(scores, y.repeat_interleave(3), reduction="none").view(-1, 3).mean(1)
 
 
 def views_in_blocks(model, batch):
     x, y = batch
     with rows(parts=2):
         one, two = model(torch.cat([x, -x])).chunk(2)
-    return F.cross_entropy(one, y, reduction="none") + F.cross_entropy(two, y, reduction="none")
+    return functional.cross_entropy(one, y, reduction="none") + functional.cross_entropy(
+        two, y, reduction="none"
+    )
 
 
 def distilled(teacher):
     def losses(model, batch):
         with torch.no_grad():
             target = teacher(batch[0]).softmax(1)
-        return F.cross_entropy(model(batch[0]), target, reduction="none")
+        return functional.cross_entropy(model(batch[0]), target, reduction="none")
 
     return losses
 
@@ -478,7 +485,7 @@ def masked_words(model, batch):
     tokens = batch["tokens"]
     hidden = torch.bernoulli(torch.full(tokens.shape, 0.3)).bool() & (tokens != 0)
     scores = model(tokens.masked_fill(hidden, 19))
-    losses = F.cross_entropy(scores.mT, tokens, reduction="none") * hidden
+    losses = functional.cross_entropy(scores.mT, tokens, reduction="none") * hidden
     return losses.sum(1) / hidden.sum(1).clamp(min=1)
 
 
@@ -533,17 +540,19 @@ def convolution(**options):
 
 
 def words(model, batch):
-    return F.cross_entropy(model(batch["tokens"]).mean(1), batch["tokens"][:, 0] % 20, reduction="none")
+    return functional.cross_entropy(
+        model(batch["tokens"]).mean(1), batch["tokens"][:, 0] % 20, reduction="none"
+    )
 
 
 def half(model, batch):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         scores = model(batch[0])
-    return F.cross_entropy(scores.float(), batch[1], reduction="none")
+    return functional.cross_entropy(scores.float(), batch[1], reduction="none")
 
 
 def chosen(model, batch):
-    scores = F.gumbel_softmax(model(batch[0]), hard=True)
+    scores = functional.gumbel_softmax(model(batch[0]), hard=True)
     picked = torch.multinomial(batch[0].abs(), 2)
     return (scores * batch[0][:, :4]).sum(1) + batch[0].gather(1, picked).sum(1)
 
@@ -595,6 +604,6 @@ def own_mean_without_places(model, batch):
     tokens = batch["tokens"]
     x = model.embed(tokens)
     scores = model.out(model.layer(x, src_key_padding_mask=tokens == 0))[:, :-1]
-    losses = F.cross_entropy(scores.mT, tokens[:, 1:], reduction="none")
+    losses = functional.cross_entropy(scores.mT, tokens[:, 1:], reduction="none")
     own = (tokens[:, 1:] != 0) & (tokens[:, :-1] != 0)
     return (losses.nan_to_num() * own).sum(1) / own.sum(1)

@@ -70,14 +70,15 @@ def _looked_at(passes: Passes, clipping: str) -> tuple[list[Finding], list[Findi
         notes.append(sentences.not_alone(passes.failed))
     tried = set(range(min(_COMPARED, passes.count)))
     full = passes(range(passes.count), tracked=True)
+    other = passes([*reversed(range(passes.count)), 0], tracked=True)
     try:
-        judged = judge(passes, full, tried)
+        judged = judge(passes, full, range(passes.count), tried)
+        leak = judged.leak or judge(passes, other, [0]).leak  # a batch may happen to be sorted
     except RuntimeError as error:  # of reentrant checkpoints
         return [], [*notes, sentences.not_judged(error)]
-    other = passes([*reversed(range(passes.count)), 0])
     problems = list(_changes(passes.model, full.changed, other.changed))
-    if judged.leak is not None:
-        return [*problems, judged.leak], notes
+    if leak is not None:
+        return [*problems, leak], notes
     found = compare(passes, full, other, judged.gradients, tried)
     notes += found.notes
     problems += found.problems
@@ -114,7 +115,7 @@ def _sums(passes: Passes, clipping: str, found: Compared) -> Compared:
     if found.notes:
         return Compared()
     expected: Gradient = {name: _added(found, name) for name in passes.trained}
-    differ = gradients_differ(dict(sums), expected, passes.is_half)
+    differ = gradients_differ(dict(sums), expected, passes.is_half, found.rounding)
     if differ and draws.shapes != passes(members).draws.shapes:
         return Compared([], [sentences.not_summed()])
     return Compared([sentences.other_sum(n) if bool(sums[n].any()) else sentences.lost(n) for n in differ])

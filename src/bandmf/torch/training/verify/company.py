@@ -15,9 +15,11 @@ from bandmf.torch.training.verify.passes import Pass, Passes
 
 # Batches of another size use other kernels, which add up in another order: float32 errs by some 1e-6 of a loss. Its
 # gradient can jump where a ReLU's input is rounded across zero, by the share of one unit. Half types err by 2^-8 a
-# layer. What depends on others changes losses by whole factors.
+# layer. A loss near zero is a difference of numbers near one (log-softmax), and has their errors, as its gradient has.
+# What depends on others changes losses by whole factors.
 _LOSS, _LOSS_OF_HALF = 1e-4, 5e-2
 _GRADIENT, _GRADIENT_OF_HALF = 1e-2, 2e-1
+_SMALL = 0.1  # losses below have the errors of this one
 
 
 @dataclass
@@ -28,6 +30,7 @@ class Compared:
     notes: list[Finding] = field(default_factory=list)
     alone: dict[int, Gradient] = field(default_factory=dict)
     style: Style = STYLES[0]
+    rounding: float = 0.0  # of gradients of losses near zero
 
 
 def compare(
@@ -70,17 +73,19 @@ def _compare(
             found.alone[example] = dict(zip(passes.trained, one.gradient(0, _weights(passes)), strict=True))
     values = torch.stack(alone).double()
     together = full.losses.detach().double()
-    elsewhere = other.losses[: passes.count].double().flip(0)
-    if not values.isfinite().any():
-        found.notes.append(sentences.not_finite())
+    elsewhere = other.losses[: passes.count].detach().double().flip(0)
     scale = torch.nan_to_num(values.abs(), nan=0.0, posinf=0.0).max()
+    if float(scale) < _LOSS * _SMALL:
+        found.notes.append(sentences.nothing_to_compare())
     for company in (together, elsewhere):
         for example in range(passes.count):
             if _differs(values[example], company[example], scale, passes.is_half):
                 found.problems.append(_cause(passes, example, values[example], company[example], style))
                 return found
     for example in tried:
-        for name in gradients_differ(gradients[example], found.alone[example], passes.is_half):
+        own = _LOSS * _SMALL / max(abs(float(values[example])), 1e-30)
+        found.rounding = max(found.rounding, own)
+        for name in gradients_differ(gradients[example], found.alone[example], passes.is_half, own):
             found.problems.append(sentences.only_gradients(name))
     return found
 
@@ -90,24 +95,20 @@ def _differs(one: Tensor, other: Tensor, scale: Tensor, is_half: bool) -> bool:
         return not torch.equal(
             torch.nan_to_num(one, posinf=1, neginf=-1), torch.nan_to_num(other, posinf=1, neginf=-1)
         )
-    return bool((one - other).abs() > (_LOSS_OF_HALF if is_half else _LOSS) * scale)
+    return bool((one - other).abs() > (_LOSS_OF_HALF if is_half else _LOSS) * scale.clamp(min=_SMALL))
 
 
-def gradients_differ(one: Gradient, other: Gradient, is_half: bool) -> list[str]:
+def gradients_differ(one: Gradient, other: Gradient, is_half: bool, rounding: float = 0.0) -> list[str]:
     """The parameters whose gradients differ by more than rounding does."""
     whole = sum((float(g.double().norm()) ** 2 for g in other.values() if g is not None), 0.0) ** 0.5
-    allowed = _GRADIENT_OF_HALF if is_half else _GRADIENT
+    allowed = (_GRADIENT_OF_HALF if is_half else _GRADIENT) + rounding
     return [name for name in other if _apart(one[name], other[name], allowed, whole)]
 
 
 def _apart(one: Tensor | None, other: Tensor | None, allowed: float, whole: float) -> bool:
-    zero = torch.zeros(())
-    first, second = (zero if each is None else each.detach().double() for each in (one, other))
-    first, second = first.to(second.device) if first.ndim == 0 else first, second
-    if second.ndim == 0:
-        second = second.to(first.device)
-    distance, size = float((first - second).norm()), max(float(first.norm()), float(second.norm()))
-    return distance > allowed * size + allowed / 100 * whole  # false for NaN
+    sizes = [0.0 if each is None else float(each.double().norm()) for each in (one, other)]
+    distance = max(sizes) if one is None or other is None else float((one.double() - other.double()).norm())
+    return distance > allowed * max(sizes) + allowed / 100 * whole  # false for NaN
 
 
 # --- what the cause is ----------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -19,37 +20,34 @@ class Judged:
     """The rows of the others that the loss of some example depends on, and gradients of the weights."""
 
     leak: Finding | None
-    gradients: dict[int, Gradient]  # by the number of the example
+    gradients: dict[int, Gradient]  # by the place of the example
 
 
-def judge(passes: Passes, full: Pass, compared: set[int]) -> Judged:
-    """`full` is a tracked pass over all examples in order."""
-    seen = {key: each for key, each in full.seen.items() if _is_judged(passes, full, key)}
+def judge(passes: Passes, found: Pass, places: Iterable[int], compared: Collection[int] = ()) -> Judged:
+    """Back-propagate the losses in these places of a tracked pass; for those compared, to the weights too."""
+    seen = {key: each for key, each in found.seen.items() if _is_judged(passes, found, key)}
     tensors = [each.tensor for each in seen.values() if each.tensor is not None]
     gradients: dict[int, Gradient] = {}
     leak: Finding | None = None
-    for example in range(passes.count):
-        weights = passes.trained if example in compared else {}
-        found = full.gradient(example, [*tensors, *weights.values()])
-        gradients[example] = dict(zip(weights, found[len(tensors) :], strict=True))
+    for place in places:
+        weights = passes.trained if place in compared else {}
+        grads = found.gradient(place, [*tensors, *weights.values()])
+        gradients[place] = dict(zip(weights, grads[len(tensors) :], strict=True))
         if leak is None and tensors:
-            pairs = zip(seen.items(), found, strict=False)
-            reached = [
-                _reached(grad, each, passes.places.get(key), passes.count) for (key, each), grad in pairs
-            ]
-            leak = _leak(passes.model, list(seen.values()), torch.stack(reached).cpu() > 0, example)
+            count, pairs = len(found.members), zip(seen.items(), grads, strict=False)
+            reached = [_reached(grad, each, passes.places.get(key), count) for (key, each), grad in pairs]
+            leak = _leak(passes.model, list(seen.values()), torch.stack(reached).cpu() > 0, place)
     return Judged(leak, gradients)
 
 
-def _is_judged(passes: Passes, full: Pass, key: tuple[str, int]) -> bool:
+def _is_judged(passes: Passes, found: Pass, key: tuple[str, int]) -> bool:
     """Whether its rows are known to be the examples: by `rows`, or since a dimension follows their number."""
-    seen, place = full.seen[key], passes.places.get(key)
+    seen, place, count = found.seen[key], passes.places.get(key), len(found.members)
     if seen.tensor is None:
         return False
     if seen.whose is not None:
-        leading = seen.shape[: seen.whose.dimensions]
-        return torch.Size(leading).numel() == seen.whose.count(passes.count)
-    return place is not None and len(seen.shape) > place and seen.shape[place] == passes.count
+        return torch.Size(seen.shape[: seen.whose.dimensions]).numel() == seen.whose.count(count)
+    return place is not None and len(seen.shape) > place and seen.shape[place] == count
 
 
 def _reached(gradient: Tensor | None, seen: Seen, place: int | None, examples: int) -> Tensor:
@@ -65,17 +63,17 @@ def _reached(gradient: Tensor | None, seen: Seen, place: int | None, examples: i
     return size.movedim(place, 0).flatten(1).sum(1)
 
 
-def _leak(model: nn.Module, seen: list[Seen], reached: Tensor, example: int) -> Finding | None:
+def _leak(model: nn.Module, seen: list[Seen], reached: Tensor, place: int) -> Finding | None:
     """What mixes examples lies behind the last tensor that is reached in rows of others."""
     others = reached.clone()
-    others[:, example] = False
+    others[:, place] = False
     leaky = others.any(1).nonzero().flatten().tolist()
     if not leaky:
         return None
     last = leaky[-1]
     if seen[last].whose is not None:
         return sentences.wrong_owners(seen[last].name)
-    if not reached[last, example] and int(others[last].sum()) == 1:
+    if not reached[last, place] and int(others[last].sum()) == 1:
         return sentences.other_order(seen[last].name)
     behind = next((each.name for each in seen[last + 1 :] if each.name != INPUT), None)
     if behind is None:

@@ -184,8 +184,12 @@ def not_judged(error: Exception) -> Finding:
     return Finding("losses", f"was not back-propagated one example at a time ({error})", "")
 
 
-def not_finite() -> Finding:
-    return Finding("losses", "is not finite for any of these examples: nothing was compared", "try others")
+def nothing_to_compare() -> Finding:
+    return Finding(
+        "losses",
+        "is not finite, or as small as rounding, for these examples: nothing was compared",
+        "try others",
+    )
 
 
 def not_alone(error: Exception) -> Finding:

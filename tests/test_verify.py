@@ -1,0 +1,279 @@
+"""verify finds examples that depend on each other, names the cause, and does not refuse legitimate programs."""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+import time
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import verify_cases as cases
+from bandmf.torch import verify
+from bandmf.torch.training.verify import draws as drawing
+from bandmf.torch.training.verify.draws import STYLES, Draws, following
+
+torch.manual_seed(0)
+WRONG, LEGITIMATE = list(cases.wrong()), list(cases.legitimate())
+SEEDS = 20
+
+
+def report(case, **options):
+    return verify(case.model, case.losses, case.examples, collate=case.collate, **options)
+
+
+# --- wrong programs ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_examples_that_depend_on_each_other_are_refused_and_the_cause_is_named(name):
+    for seed in range(3):
+        torch.manual_seed(seed)
+        case = cases.wrong()[name]
+        found = report(case)
+        assert not found.ok, "was accepted"
+        with pytest.raises(ValueError, match="model: ") as refused:
+            found.refuse()
+        assert re.search(case.names, str(refused.value)), str(refused.value)
+        assert all(each.remedy or each.layer == "clipping" for each in found.problems)
+
+
+@pytest.mark.parametrize("places", [(0, 1), (0, 7), (3, 4), (6, 7)])
+def test_two_rows_that_change_places_are_found_wherever_they_are(places):
+    torch.manual_seed(1)
+    found = verify(cases.Swapped(*places), cases.each, cases.vectors(8))
+    assert "another order" in found.problems[0].reason
+
+
+@pytest.mark.parametrize("spoiled", [0, 3])
+def test_dependence_is_found_beside_an_example_that_is_not_finite(spoiled):
+    torch.manual_seed(0)
+    examples = cases.vectors()
+    examples[spoiled] = (torch.full((6,), torch.nan), examples[spoiled][1])
+    model = nn.Sequential(cases.HomeMadeNorm(), cases.net())
+    assert not verify(model, cases.each, examples).ok
+    assert verify(cases.net(), cases.each, examples).ok
+
+
+def test_losses_that_are_no_vector_raise():
+    def scalar(model, batch):
+        return cases.each(model, batch).mean()
+
+    with pytest.raises(ValueError, match=r"one loss for each example.*reduction='none'"):
+        verify(cases.net(), scalar, cases.vectors())
+
+
+@pytest.mark.parametrize("count", [0, 1, 9])
+def test_the_number_of_examples_is_checked(count):
+    with pytest.raises(ValueError, match=rf"len\(examples\)={count}: must be .* between 2 and 8"):
+        verify(cases.net(), cases.each, cases.vectors(count))
+
+
+# --- legitimate programs ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LEGITIMATE)
+def test_legitimate_programs_are_accepted(name):
+    for seed in range(SEEDS):
+        torch.manual_seed(seed)
+        found = report(cases.legitimate()[name])
+        assert found.ok, (seed, str(found.problems[0]))
+
+
+NOTED = {"augmentation one by one", "recurrent"}
+
+
+@pytest.mark.parametrize("name", [name for name in LEGITIMATE if name not in NOTED])
+def test_legitimate_programs_are_compared(name):
+    torch.manual_seed(0)
+    assert report(cases.legitimate()[name]).notes == ()
+
+
+def test_draws_that_cannot_be_assigned_are_noted_and_not_refused():
+    torch.manual_seed(0)
+    found = report(cases.legitimate()["augmentation one by one"])
+    assert found.ok
+    assert "cannot be assigned to examples" in found.notes[0].reason
+
+
+@pytest.mark.parametrize("source", [random.random, np.random.rand])
+def test_draws_of_python_and_numpy_are_noted_and_not_refused(source):
+    def losses(model, batch):
+        return cases.each(model, batch) * torch.tensor([source() for _ in batch[1]]).float()
+
+    found = verify(cases.net(), losses, cases.vectors())
+    assert found.ok
+    assert "not compared" in found.notes[0].reason
+
+
+def test_losses_that_need_two_examples_are_noted_and_not_refused():
+    def losses(model, batch):
+        if len(batch[1]) < 2:
+            raise ValueError("two or more")
+        return cases.each(model, batch)
+
+    found = verify(cases.net(), losses, cases.vectors())
+    assert found.ok
+    assert "fails on a single example (two or more)" in found.notes[0].reason
+    assert not verify(cases.net(), lambda m, b: losses(m, b) / len(b[1]), cases.vectors()).ok
+
+
+# --- draws ------------------------------------------------------------------------------------------------
+
+
+def drawn(members, call, dimension, style=STYLES[0]):
+    with Draws(members, [dimension], style):
+        return call(len(members))
+
+
+DRAWS = {
+    "rand": lambda n: torch.rand(n, 5),
+    "randn": lambda n: torch.randn(n, 5),
+    "normal": lambda n: torch.normal(torch.zeros(n, 5), 2.0),
+    "normal_": lambda n: torch.empty(n, 5).normal_(1.0, 2.0),
+    "uniform_": lambda n: torch.empty(n, 5).uniform_(-1, 3),
+    "bernoulli": lambda n: torch.bernoulli(torch.full((n, 50), 0.3)),
+    "bernoulli_": lambda n: torch.empty(n, 50).bernoulli_(0.7),
+    "randint": lambda n: torch.randint(3, 90, (n, 5)),
+    "randint_like": lambda n: torch.randint_like(torch.empty(n, 5), 90),
+    "random_": lambda n: torch.empty(n, 5).random_(90),
+    "exponential_": lambda n: torch.empty(n, 5).exponential_(2.0),
+    "dropout": lambda n: functional.dropout(torch.ones(n, 50), 0.4),
+    "native_dropout": lambda n: torch.native_dropout(torch.ones(n, 50), 0.4, True)[0],
+    "multinomial": lambda n: torch.multinomial(torch.ones(n, 90), 5),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_an_example_draws_the_same_numbers_alone_and_in_company(name):
+    together = drawn([0, 1, 2], DRAWS[name], 0)
+    for place, example in enumerate([0, 1, 2]):
+        assert torch.equal(drawn([example], DRAWS[name], 0)[0], together[place])
+        assert torch.equal(drawn([5, example], DRAWS[name], 0)[1], together[place])
+    assert not torch.equal(together[0], together[1])
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_draws_have_the_law_of_the_operation(name):
+    torch.manual_seed(0)
+    call = DRAWS[name]
+    expected, found = (
+        drawn_many(call) for drawn_many in (lambda c: c(4000), lambda c: drawn(range(4000), c, 0))
+    )
+    assert expected.shape == found.shape
+    assert expected.dtype == found.dtype
+    scale = float(expected.double().std())
+    assert abs(float(expected.double().mean() - found.double().mean())) < 0.05 * scale
+    assert 0.9 < float(found.double().std()) / scale < 1.1
+
+
+def test_padding_behind_an_example_does_not_change_its_draws():
+    long, short = (drawn([3], lambda n, t=t: torch.rand(n, t, 4), 0) for t in (9, 5))
+    assert torch.equal(long[:, :5], short)
+
+
+def test_the_dimension_that_counts_examples_is_not_told_by_its_length():
+    assert following((1, 4), (2, 4), (1, 2)) == 0
+    assert following((7, 1, 4), (7, 2, 4), (1, 2)) == 1
+    assert following((6, 4), (12, 4), (1, 2)) == 0
+    assert following((4,), (4,), (1, 2)) is None
+    assert following((4, 1), (5, 2), (1, 2)) == -1
+    assert following((3,), (5,), (1, 2)) == -1
+
+
+def test_draws_by_place_in_the_batch_would_refuse_a_legitimate_program(monkeypatch):
+    """The planted error: numbers belong to places, as torch's own do, and not to examples."""
+    monkeypatch.setattr(drawing.Draws, "_whose", lambda self, size: (torch.arange(size), torch.arange(size)))
+    torch.manual_seed(0)
+    assert not report(cases.legitimate()["VAE"]).ok
+
+
+# --- traces -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["exchanged buffer", "queue", "weights that are rewritten", "SimCLR"])
+def test_everything_is_left_as_it_was(name):
+    torch.manual_seed(0)
+    case = cases.wrong()[name]
+    parameters = list(case.model.parameters())
+    parameters[0].grad = torch.ones_like(parameters[0])
+    parameters[1].requires_grad_(False)
+    next(case.model.children()).eval()
+    modes = [module.training for module in case.model.modules()]
+    state, generators = (
+        copy.deepcopy(case.model.state_dict()),
+        (random.getstate(), np.random.get_state()[1].copy()),
+    )
+    own = [id(tensor) for tensor in (*case.model.parameters(), *case.model.buffers())]
+    torch_state = torch.get_rng_state()
+    report(case)
+    assert all(torch.equal(value, state[key]) for key, value in case.model.state_dict().items())
+    assert own == [id(tensor) for tensor in (*case.model.parameters(), *case.model.buffers())]
+    assert torch.equal(parameters[0].grad, torch.ones_like(parameters[0]))
+    assert all(each.grad is None for each in parameters[1:])
+    assert [each.requires_grad for each in parameters] == [True, False, *[True] * (len(parameters) - 2)]
+    assert modes == [module.training for module in case.model.modules()]
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert random.getstate() == generators[0]
+    assert np.array_equal(np.random.get_state()[1], generators[1])
+    assert not any(module._forward_hooks for module in case.model.modules())
+
+
+def test_an_error_of_the_program_is_raised_and_leaves_no_trace():
+    def losses(model, batch):
+        model.eval()
+        raise KeyError("mine")
+
+    model = cases.net()
+    with pytest.raises(KeyError, match="mine"):
+        verify(model, losses, cases.vectors())
+    assert model.training
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+# --- cost -------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, into, out, stride):
+        super().__init__()
+        self.one, self.two = (
+            nn.Conv2d(into, out, 3, stride, 1, bias=False),
+            nn.Conv2d(out, out, 3, 1, 1, bias=False),
+        )
+        self.norms = nn.ModuleList(nn.GroupNorm(8, out) for _ in range(2))
+        self.short = nn.Conv2d(into, out, 1, stride, bias=False) if stride > 1 else nn.Identity()
+
+    def forward(self, x):
+        inner = self.norms[1](self.two(self.norms[0](self.one(x)).relu()))
+        return (inner + self.short(x)).relu()
+
+
+def resnet18():
+    widths = [64, 64, 64, 128, 128, 256, 256, 512, 512]
+    blocks = [Block(a, b, 1 + (a != b)) for a, b in pairwise(widths)]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10)]
+    return nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.GroupNorm(8, 64), *blocks, *head)
+
+
+def test_a_resnet18_is_accepted_at_the_cost_of_a_few_passes():
+    torch.manual_seed(0)
+    model, examples = resnet18(), cases.pictures(size=32)
+    batch = torch.utils.data.default_collate(examples * 4)
+
+    def step():
+        begin = time.process_time()
+        cases.each(model, batch).sum().backward()
+        return time.process_time() - begin
+
+    took = min(step() for _ in range(2))
+    begin = time.process_time()
+    found = verify(model, cases.each, examples)
+    assert found.ok
+    assert time.process_time() - begin < 8 * took  # of 16 examples
