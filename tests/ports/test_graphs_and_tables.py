@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -118,6 +119,7 @@ def train_gin(model):
     assert mean_loss(model, graph_losses, train, batch_of_graphs) < before
 
 
+@pytest.mark.long
 def test_gin_on_graphs_of_different_sizes():
     torch.manual_seed(1)
     train_gin(GIN(3, 16, 2))

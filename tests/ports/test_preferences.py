@@ -138,7 +138,7 @@ def train_dpo(forward):
     assert mean_loss(policy, losses, data, collate) < before
 
 
-@pytest.mark.parametrize("forward", [separate, concatenated])
+@pytest.mark.parametrize("forward", [pytest.param(separate, marks=pytest.mark.long), concatenated])
 def test_dpo(forward):
     train_dpo(forward)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -186,6 +188,7 @@ def causal_losses(model, batch):
     return each.sum(1) / (labels[:, 1:] != -100).sum(1)
 
 
+@pytest.mark.long
 def test_gpt2_with_lora():
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     torch.manual_seed(0)
@@ -244,6 +247,7 @@ class SparseGPT(GPT):
             block.mlp = Experts(16)
 
 
+@pytest.mark.long
 def test_routed_experts():
     torch.manual_seed(0)
     model, data = SparseGPT(), next_words(some_texts(64))
@@ -313,3 +317,15 @@ def test_packed_texts():
             mean_loss(model, packed_losses, data, pack)
     assert step == 12
     assert mean_loss(model, packed_losses, data, pack) < before
+
+
+def test_packed_texts_without_owners_are_refused(monkeypatch):
+    """A planted error: one row of words for all texts is not the same row for each of them."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(sys.modules[__name__], "rows", lambda owner: nullcontext())
+    model, data = Packed(), list(some_texts(64))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    with pytest.raises((RuntimeError, ValueError), match="rows"):
+        Training(
+            model, packed_losses, optimizer, data, quiet_plan(data), clip_norm=1.0, collate=pack
+        ).advance()

@@ -69,6 +69,7 @@ def fit(model, rate=1e-2, steps=15, drawn=False, collate=padded):
 # --- BERT -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_bert_classifier():
     """As a fine-tuning script has it: a collator that pads, a mask, a schedule with warm-up."""
     transformers = pytest.importorskip("transformers")
@@ -138,7 +139,7 @@ class TransformerClassifier(nn.Module):
         return self.head(x.masked_fill(behind[..., None], 0).sum(1) / lengths[:, None])
 
 
-@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("batch_first", [pytest.param(True, marks=pytest.mark.long), False])
 def test_transformer_encoder_with_a_table_of_positions_and_a_mask(batch_first):
     torch.manual_seed(0)
     fit(TransformerClassifier(batch_first))
@@ -164,7 +165,6 @@ class TimeFirstTransformer(nn.Module):
         return self.head(x[0])
 
 
-@pytest.mark.long
 def test_time_first_transformer_is_refused_with_the_way_out():
     """Its embeddings have time first, which only its author knows."""
     torch.manual_seed(0)
@@ -202,7 +202,7 @@ class Recurrent(nn.Module):
     ("kind", "options"),
     [
         (nn.LSTM, {}),
-        (nn.GRU, {}),
+        pytest.param(nn.GRU, {}, marks=pytest.mark.long),
         pytest.param(nn.LSTM, {"bidirectional": True}, marks=pytest.mark.long),
         pytest.param(nn.GRU, {"bidirectional": True, "num_layers": 2}, marks=pytest.mark.long),
     ],
@@ -212,6 +212,15 @@ def test_recurrent_classifier_with_lengths(kind, options):
     torch.manual_seed(0)
     collate = padded_alike if options else padded  # read from the end, a text begins with its padding
     fit(Recurrent(kind, **options), rate=2e-2, drawn=True, collate=collate)
+
+
+def test_reading_the_padding_of_other_texts_is_refused():
+    """A planted error: padded to the longest of the batch, a text read from its end begins with that padding."""
+    torch.manual_seed(0)
+    model, data = Recurrent(nn.GRU, bidirectional=True), labeled_texts(48)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ValueError, match="pad all to one length"):
+        Training(model, label_losses, optimizer, data, quiet_plan(data), clip_norm=1.0, collate=padded)
 
 
 class LastHidden(nn.Module):
