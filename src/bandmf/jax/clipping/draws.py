@@ -46,7 +46,7 @@ def _shared(program: Any) -> Iterator[tuple[str, Any]]:
     for eqn in program.eqns:
         name = eqn.primitive.name
         if name == "rng_bit_generator":
-            yield name, tuple(eqn.params["shape"])
+            yield name, tuple(var.aval.shape for var in eqn.outvars)
         elif name.startswith("random_") and name not in _NO_DRAWS and _may_mix(eqn.invars[0].aval):
             yield name, eqn.invars[0].aval.shape
         elif name in _CALLBACKS:

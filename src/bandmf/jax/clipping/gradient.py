@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
 
 from bandmf import _check
 from bandmf.jax.clipping.arguments import check_apart, check_others, check_real, count_rows, places
@@ -69,7 +70,7 @@ def clipped_gradient(
         value, gradient = differentiated(*whole)
         return gradient, value if looked_at else None
 
-    def summed(*arguments: Any, mask: Array | None = None) -> Any:
+    def summed(*arguments: Any, mask: Array | None = None, holds: Array | None = None) -> Any:
         where, weights = (places(these, len(arguments)) for these in (batched, chosen))
         check_apart(weights, where)
         check_real(arguments, weights)
@@ -84,14 +85,15 @@ def clipped_gradient(
         single = partial(one, others, where)
         every = jax.vmap(single, spmd_axis_name=spmd_axis_name)
         trained = [own[place] for place in weights]
-        holds = always((trained, examples, kept))
-        check_not_constant(holds, (trained, examples, mask))
+        if holds is None:  # what the caller knows to be true, and the compiler does not
+            holds = always((trained, examples, kept))
+            check_not_constant(holds, (trained, examples, mask))
 
         def add_up(part: Any) -> tuple[Any, Any]:
             given, counts = part
             program, shapes = jax.make_jaxpr(every, return_shape=True)(given)
             check_own_draws(program, single, given)
-            gradients, more = computed_once(every, given, holds, shapes)
+            gradients, more = computed_once(_again(program, shapes), given, holds, shapes)
             gradients, norms = jax.vmap(partial(clip, clip_norm=clip_norm))(gradients)
             total = jax.tree.map(lambda leaf: masked_sum(leaf, counts & jnp.isfinite(norms)), gradients)
             value, aux = more if has_aux else (more, None)
@@ -105,3 +107,9 @@ def clipped_gradient(
         return (result, seen) if looked_at else result
 
     return summed
+
+
+def _again(program: Any, shapes: Any) -> Callable[[Any], Any]:
+    """What was traced, as a function: `loss` is called once, however often its program is used."""
+    function, structure = jaxpr_as_fun(program), jax.tree.structure(shapes)
+    return lambda given: jax.tree.unflatten(structure, function(*jax.tree.leaves(given)))

@@ -32,7 +32,7 @@ from bandmf.jax.training import saving
 from bandmf.jax.training.data import Source
 from bandmf.jax.training.processes import Processes
 from bandmf.jax.training.state import Held, Parts, State, own_copy
-from bandmf.jax.training.steps import Found, Programs, Secrets, agreed, found, places_of, with_key
+from bandmf.jax.training.steps import Programs, Secrets, agreed, digests, with_key
 from bandmf.ledger import Ledger
 from bandmf.ledger.run_folder import Opened, provenance
 from bandmf.planning import Plan, checked_plan
@@ -41,6 +41,7 @@ from bandmf.sampling import sampler_of
 
 log = logging.getLogger("bandmf")
 
+_FINITE_EVERY = 100  # steps between two looks at the weights
 _NO_KEY = Key(bytes(32))  # of the engine, whose key comes with every call
 _TOGETHER = (
     "they train one model: begin with the same weights, and give Training a sharding that cuts the rows"
@@ -155,7 +156,7 @@ class Training:
         held = held if restored is None else restored
         self._parts = parts
         self._programs = Programs(
-            self._loss, self._optimizer, self._engine, self.plan, self._clip_norm, parts, places_of(held)
+            self._loss, self._optimizer, self._engine, self.plan, self._clip_norm, parts, held
         )
         self._digest = jax.jit(digest)
         state = self._handed_out(held, int(held.noise.step))
@@ -198,14 +199,13 @@ class Training:
                 self._check_current(state)
                 if self.steps_taken % self._save_every == 0:
                     self._save_now()
-                state = self._advanced(at_once)
+                before, state = state.step, self._advanced(at_once)
+                self._warn_of_weights(before, state)
                 yield state
                 if termination is not None and termination.asked:
                     break
             self._check_current(state)
             self._save_now()
-        if self.finished:
-            self._warn_of_weights(bool(np.asarray(_finite(state.weights))))
 
     def _advanced(self, at_once: int) -> State:
         """Load, clip, ledger, noise, optimizer."""
@@ -224,12 +224,9 @@ class Training:
         held = self._held
         assert held is not None
         total, words = self._programs.clip(held.trained, self._frozen, rows, np.int32(step), self._secrets)
-        seen = self._agreed_on(words)
-        if not seen.sums_finite:
-            raise ValueError(f"step={step}: the sum of clipped gradients is not finite; nothing was released")
-        self._warn_of_weights(seen.weights_finite)
+        (digested,) = self._agreed_on(words)
         with uninterrupted():
-            self._on_ledger(lambda ledger: ledger.release(step, batch, seen.digests[0]))
+            self._on_ledger(lambda ledger: ledger.release(step, batch, digested))
             self._lost = step
             held = self._programs.advance(total, held, self._secrets.noise)
             return self._handed_out(held, step + 1)
@@ -248,14 +245,11 @@ class Training:
             self._on_ledger(lambda ledger: ledger.reserve(step, len(batches), inputs))
             self._lost = step
             held, words = program(*given)
-            seen = self._agreed_on(words)
-            sums = list(zip(batches, seen.digests, strict=True))
+            sums = list(zip(batches, self._agreed_on(words), strict=True))
             self._on_ledger(lambda ledger: ledger.finish(step, sums))
-            state = self._handed_out(held, step + len(batches))
-        self._warn_of_weights(seen.weights_finite)
-        return state
+            return self._handed_out(held, step + len(batches))
 
-    def _agreed_on(self, words: Any) -> Found:
+    def _agreed_on(self, words: Any) -> list[bytes]:
         """What all devices and processes have found alike: a noise is for one sum."""
         # As one: a process that left alone would keep the others waiting.
         if not all(self._processes.gather(agreed(words))):
@@ -263,8 +257,8 @@ class Training:
                 "weights: devices have different sums of one step, and would add the same noise to all of them; begin "
                 "with weights that are the same on all devices, in a new run"
             )
-        seen = found(words)
-        self._same_everywhere("digest of the sum", seen.digests, _TOGETHER)
+        seen = digests(words)
+        self._same_everywhere("digest of the sum", seen, _TOGETHER)
         return seen
 
     def _check_current(self, state: State) -> None:
@@ -292,8 +286,10 @@ class Training:
                 "gave: copy before you change, and change learning rates by a schedule of the optimizer"
             )
 
-    def _warn_of_weights(self, finite: bool) -> None:
-        if not finite and not self._progress.warned:
+    def _warn_of_weights(self, before: int, state: State) -> None:
+        """Once, and now and then: to look waits for the step."""
+        due = self.finished or before // _FINITE_EVERY < state.step // _FINITE_EVERY
+        if due and not self._progress.warned and not bool(np.asarray(_finite(state.weights))):
             self._progress.warned = True
             log.warning(
                 "step %d: weights are not finite any more; lower the learning rate, or look at the loss",
@@ -320,6 +316,11 @@ class Training:
         return self._processes.on_first(act)
 
     # --- what it knows ------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> State | None:
+        """The last state, for a loop that was interrupted; None before `init`."""
+        return self._state
 
     @property
     def steps_taken(self) -> int:
