@@ -57,10 +57,11 @@ def _reached(gradient: Tensor | None, seen: Seen, place: int | None, examples: i
         return torch.zeros(examples, device=seen.tensor.device)
     size = torch.nan_to_num(gradient.detach().abs().float(), nan=0.0, posinf=0.0)
     if seen.whose is not None:
-        rows = size.flatten(0, seen.whose.dimensions - 1).flatten(1).sum(1)
+        rows = size.flatten(0, seen.whose.dimensions - 1)
+        rows = rows.reshape(len(rows), -1).sum(1)
         return seen.whose.gather(rows, examples).sum(1)
     assert place is not None
-    return size.movedim(place, 0).flatten(1).sum(1)
+    return size.movedim(place, 0).reshape(examples, -1).sum(1)  # a vector has one number in each row
 
 
 def _leak(model: nn.Module, seen: list[Seen], reached: Tensor, place: int) -> Finding | None:
