@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,8 @@ import optax
 
 import bandmf
 from bandmf import Key
-from bandmf.jax import Run, clipped_gradient, privatize
-from bandmf.jax.training import source
+from bandmf.jax import Training
+from training import same_run
 
 EXAMPLES, STEPS, CLIP = 60, 12, 0.5
 
@@ -23,9 +23,9 @@ def plan(**more):
     return bandmf.plan(epsilon=8, delta=1e-5, examples=EXAMPLES, **settings)
 
 
-def data():
+def data(examples=EXAMPLES):
     dice = np.random.default_rng(0)
-    return dice.normal(size=(EXAMPLES, 5)).astype(np.float32), dice.normal(size=(EXAMPLES, 1)).astype(
+    return dice.normal(size=(examples, 5)).astype(np.float32), dice.normal(size=(examples, 1)).astype(
         np.float32
     )
 
@@ -43,64 +43,34 @@ def loss(weights, example):
     return jnp.mean((weights["weight"] @ x + weights["bias"] - y) ** 2)
 
 
-class Source(source.Source):
-    """With a key, and rows of the first step, unless told otherwise."""
-
-    def __init__(self, data, examples, batch_size, capacity, sharding=None, key=None):
-        super().__init__(
-            data, examples, batch_size, capacity, sharding, Key(bytes(32)) if key is None else key
+def training(plan=None, optimizer=None, loss=loss, data=None, key=None, clip_norm=CLIP, **more):
+    """One of this problem; two of them with the same key are the same run."""
+    with same_run():
+        return Training(
+            loss,
+            optax.sgd(0.5) if optimizer is None else optimizer,
+            globals()["data"]() if data is None else data,
+            globals()["plan"]() if plan is None else plan,
+            clip_norm=clip_norm,
+            key=Key(bytes(32)) if key is None else key,
+            **more,
         )
 
-    def rows(self, indices, step=0):
-        return super().rows(indices, step)
 
-    def mixed(self, indices, step=0):
-        return super().mixed(indices, step)
-
-    def many(self, batches, step=0):
-        return super().many(batches, step)
-
-
-class Training:
-    """Gradient, optimizer and compiled update for a plan; `whole(run)` trains to the end."""
-
-    def __init__(self, chosen, optimizer=None, wrap=lambda transformation: transformation, microbatch=None):
-        self.gradient = jax.jit(clipped_gradient(loss, clip_norm=CLIP, microbatch=microbatch))
-        self.optimizer = wrap(
-            optax.chain(privatize(chosen, clip_norm=CLIP), optax.sgd(0.5) if optimizer is None else optimizer)
-        )
-        self.update = jax.jit(self._update)
-
-    def _update(self, total, weights, state, secret):
-        updates, state = self.optimizer.update(total, state, weights, secret=secret)
-        return optax.apply_updates(weights, updates), state
-
-    def advance(self, rows, weights, state, secret):
-        total = self.gradient(weights, rows.data, mask=rows.mask)
-        return self._update(total, weights, state, secret)
-
-    def begin(self):
-        weights = first_weights()
-        return weights, self.optimizer.init(weights)
-
-    def sum(self, batch, weights):
-        return batch.sum(partial(self.gradient, weights))
-
-    def steps(self, run, weights, state, until=None, **loading):
-        """Train on; `until` this many steps were taken."""
-        for batch in run.batches(loading.pop("data", None) or data(), **loading):
-            weights, state = run.release(self.update, self.sum(batch, weights), weights, state)
-            if run.steps_taken == until:
-                break
-        return weights, state
-
-    def whole(self, run, **loading):
-        return self.steps(run, *self.begin(), **loading)[0]
+def trained(training, weights=None, at_once=1, until=None):
+    """The last state: of all steps, or of so many."""
+    state = training.init(first_weights() if weights is None else weights)
+    for state in training.steps(state, at_once=at_once):  # noqa: B020
+        if until is not None and state.step >= until:
+            break
+    return state
 
 
-def open_run(chosen, folder=None, key=None, **more):
-    return Run(chosen, folder, key=Key(bytes(32)) if key is None else key, **more)
+def weights_of(plan=None, optimizer=None, at_once=1, until=None, **more):
+    """The weights after all steps, in one vector."""
+    with training(plan, optimizer, **more) as private:
+        return flat(trained(private, at_once=at_once, until=until).weights)
 
 
 def flat(tree):
-    return np.concatenate([np.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(tree)])
+    return np.concatenate([np.asarray(leaf, np.float32).reshape(-1) for leaf in jax.tree.leaves(tree)])

@@ -1,6 +1,12 @@
-"""bandmf.jax.Training gives the weights of Run and privatize, bit for bit, for the same plan, run key and data."""
+"""Training gives the weights that were recorded, for the same plan, run key and data.
+
+They were bit for bit those of an independent loop (clip, record, add noise, update) when they were recorded.
+"""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
 
 import numpy as np
 import optax
@@ -8,50 +14,32 @@ import pytest
 
 import bandmf
 import jax_training as tiny
-from bandmf import Key, participation
-from bandmf.jax import Training
-from training import same_run
 
-EXAMPLES, SIZE, STEPS = tiny.EXAMPLES, 12, 10
+REFERENCE = Path(__file__).parent / "reference"
+PLANS = ("b-min-sep", "bins_BLT", "bins_banded_inverse", "cyclic", "one_band", "unamplified")
 
 
-def planned(**more):
-    return bandmf.plan(epsilon=8, delta=1e-5, examples=EXAMPLES, batch_size=SIZE, steps=STEPS, **more)
+def plan_of(name):
+    return bandmf.Plan.load(
+        REFERENCE / "plans" / f"{name}.json"
+    )  # planning anew could give another certificate
 
 
-PLANS = {
-    "cyclic": lambda: planned(bands=4, sampling="cyclic-poisson"),
-    "bins with BLT": lambda: planned(sampling="balls-in-bins", mechanism="blt"),
-    "bins with banded inverse": lambda: planned(sampling="balls-in-bins", mechanism="banded-inverse"),
-    "b-min-sep": lambda: planned(bands=3, sampling="b-min-sep"),
-    "unamplified": lambda: planned(participation=participation.FixedEpochs(2), adjacency="zero-out"),
-    "one band": lambda: planned(bands=1, sampling="cyclic-poisson"),
-}
-
-
-def new_weights(plan, **more):
-    with same_run():
-        training = Training(
-            tiny.loss, optax.adam(0.1), tiny.data(), plan, clip_norm=tiny.CLIP, key=Key(bytes(32)), **more
-        )
-    for state in training.steps(training.init(tiny.first_weights())):
-        pass
-    return tiny.flat(state.weights)
-
-
-def old_weights(plan, capacity):
-    with same_run():
-        run = tiny.open_run(plan)
-    return tiny.flat(tiny.Training(plan, optax.adam(0.1)).whole(run, capacity=capacity))
+def recorded(name):
+    return json.loads((REFERENCE / "jax_weights.json").read_text())[name]
 
 
 @pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("micro_batch", [None, 5])
-def test_the_weights_are_those_of_run_and_privatize_bit_for_bit(name, micro_batch):
-    plan = PLANS[name]()
-    new = new_weights(plan, micro_batch=micro_batch)
-    with same_run():
-        capacity = Training(
-            tiny.loss, optax.adam(0.1), tiny.data(), plan, clip_norm=tiny.CLIP, micro_batch=micro_batch
-        )._source.size
-    np.testing.assert_array_equal(new, old_weights(plan, capacity))
+def test_the_weights_are_those_that_were_recorded(name):
+    plan = plan_of(name)
+    for micro_batch in (None, 5):
+        found = tiny.weights_of(plan, optax.adam(0.1), data=tiny.data(plan.examples), micro_batch=micro_batch)
+        np.testing.assert_allclose(found, recorded(name), rtol=0, atol=1e-6)
+
+
+def test_a_wrong_scale_of_the_noise_would_show(monkeypatch):
+    plan = plan_of("cyclic")
+    exact = type(plan).deviation
+    monkeypatch.setattr(type(plan), "deviation", lambda plan, clip_norm: 1.001 * exact(plan, clip_norm))
+    found = tiny.weights_of(plan, optax.adam(0.1), data=tiny.data(plan.examples))
+    assert np.abs(found - recorded("cyclic")).max() > 1e-5

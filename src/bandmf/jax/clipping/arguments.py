@@ -27,8 +27,7 @@ def check_real(arguments: tuple[Any, ...], chosen: tuple[int, ...]) -> None:
                 raise _check.fail(
                     f"dtype in argument {place}", str(kind),
                     "must be a floating-point type: the gradient is taken by this argument",
-                    "give the weights there, and not the state of the optimizer: run.release returns what update does, "
-                    "in its order; with flax.nnx, split off the parameters: nnx.split(model, nnx.Param, ...)",
+                    "give the weights there; with flax.nnx, split off the parameters: nnx.split(model, nnx.Param, ...)",
                 )  # fmt: skip
 
 
@@ -47,7 +46,7 @@ def places(given: tuple[int, ...], count: int) -> tuple[int, ...]:
     if any(not -count <= place < count for place in given):
         raise _check.fail(
             "batch_argnums or argnums", given, f"there are {count} arguments",
-            "bind the weights: batch.sum(partial(gradient, weights))",
+            "give the weights, then the examples",
         )  # fmt: skip
     return tuple(place % count for place in given)
 

@@ -58,10 +58,10 @@ class Source:
         """The examples of the steps from this one on; `key` is for their random changes."""
         # A batch that is larger than almost all others makes more turns of it: another program, and nothing else.
         turns = max(self._turns, *(math.ceil(len(batch) / self.size) for batch in batches))
-        places = np.full((len(batches), turns * self.size), -1, np.int64)
-        for row, batch in zip(places, batches, strict=True):
+        flat = np.full((len(batches), turns * self.size), -1, np.int64)
+        for row, batch in zip(flat, batches, strict=True):
             row[: len(batch)] = batch
-        places = places.reshape(len(batches), turns, self.size)
+        places = flat.reshape(len(batches), turns, self.size)
         steps = np.broadcast_to(step + np.arange(len(batches))[:, None, None], places.shape)
         short = places.astype(np.int32)
         if self._sharding is None:

@@ -111,11 +111,12 @@ def own_copy(tree: Any) -> Any:
         if len(meshes) != 1:
             return leaf
         (mesh,) = meshes
-        if not is_on_mesh(leaf):
+        place = leaf.sharding
+        if not isinstance(place, NamedSharding) or not is_on_mesh(leaf):
             return as_keys_like(replicated(as_words(leaf), mesh), leaf)
         if is_explicit(mesh):
             return leaf
-        return jax.device_put(leaf, NamedSharding(mesh, as_written(leaf.sharding.spec, mesh)))
+        return jax.device_put(leaf, NamedSharding(mesh, as_written(place.spec, mesh)))
 
     return jax.tree.map(stored, tree)
 

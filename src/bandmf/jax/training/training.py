@@ -10,27 +10,26 @@ Guarantees:
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
-import math
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from bandmf import _check
 from bandmf._interrupts import Termination, uninterrupted
-from bandmf.jax.noise.digest import all_finite, digest
+from bandmf.jax.noise.digest import digest
 from bandmf.jax.noise.engine import Engine
-from bandmf.jax.training import saving
+from bandmf.jax.training.arguments import checked_optimizer, checked_saving, takes_key
+from bandmf.jax.training.checkpoint import Checkpoints
 from bandmf.jax.training.data import Source
 from bandmf.jax.training.processes import Processes
+from bandmf.jax.training.progress import Progress
 from bandmf.jax.training.state import Held, Parts, State, own_copy
 from bandmf.jax.training.steps import Programs, Secrets, agreed, digests, with_key
 from bandmf.ledger import Ledger
@@ -41,7 +40,6 @@ from bandmf.sampling import sampler_of
 
 log = logging.getLogger("bandmf")
 
-_FINITE_EVERY = 100  # steps between two looks at the weights
 _NO_KEY = Key(bytes(32))  # of the engine, whose key comes with every call
 _TOGETHER = (
     "they train one model: begin with the same weights, and give Training a sharding that cuts the rows"
@@ -106,13 +104,14 @@ class Training:
         self.plan = plan = checked_plan(plan)
         self._clip_norm = _check.real("clip_norm", clip_norm, 1e-30, 1e30)
         plan.deviation(self._clip_norm)  # refuses what float32 does not hold
-        self._loss = with_key(loss, _takes_key(loss), bool(keep_batch_dim))
-        self._optimizer, self._trainable = _checked_optimizer(optimizer), trainable
+        self._loss = with_key(loss, takes_key(loss), bool(keep_batch_dim))
+        self._optimizer, self._trainable = checked_optimizer(optimizer), trainable
         _check.choice("clipping", clipping, ("auto", "written-out"))
         self.folder = None if folder is None else Path(folder)
-        self._save_every = _checked_saving(self.folder, save_every, plan)
+        self._save_every = checked_saving(self.folder, save_every, plan)
         self._source = Source(data, plan, micro_batch, sharding)
-        mesh = sharding.mesh if sharding is not None and plan.devices > 1 else None
+        mesh = None if sharding is None or plan.devices == 1 else sharding.mesh
+        assert mesh is None or isinstance(mesh, Mesh)
         self._engine = Engine(
             plan.strategy, _NO_KEY, max_vectors=plan.max_vectors, kept_inputs=plan.kept_inputs, mesh=mesh
         )
@@ -131,10 +130,10 @@ class Training:
         self._state: State | None = None
         self._lost: int | None = None  # a step that was released and did not reach the weights
         self._saved_at: int | None = None
-        self._progress = _Progress(plan.steps)
+        self._progress = Progress(plan.steps)
         begun = provenance(plan, own, self._sampler, clip_norm=self._clip_norm, per_layer=False)
         self._opened.begin(begun, plan)
-        weakref.finalize(self, _Progress.end, self._progress)
+        weakref.finalize(self, Progress.end, self._progress)
 
     # --- the beginning ------------------------------------------------------------------------------------
 
@@ -160,6 +159,7 @@ class Training:
         )
         self._digest = jax.jit(digest)
         state = self._handed_out(held, int(held.noise.step))
+        self._progress.taken = state.step
         if state.step:
             self._saved_at = state.step
             log.info("%s: goes on after step %d of %d", self.folder, state.step, self.plan.steps)
@@ -175,7 +175,7 @@ class Training:
         """The state after this many steps, in trees of its own: what is done to them does nothing to what is held."""
         weights = self._parts.join(held.trained, self._frozen)
         self._held, self._state = held, State(weights, jax.tree.map(lambda leaf: leaf, held.optimizer), step)
-        self._progress.taken, self._lost = step, None
+        self._lost = None
         return self._state
 
     # --- the loop -----------------------------------------------------------------------------------------
@@ -199,8 +199,8 @@ class Training:
                 self._check_current(state)
                 if self.steps_taken % self._save_every == 0:
                     self._save_now()
-                before, state = state.step, self._advanced(at_once)
-                self._warn_of_weights(before, state)
+                state = self._advanced(at_once)
+                self._progress.moved(state.step, state.weights)
                 yield state
                 if termination is not None and termination.asked:
                     break
@@ -286,16 +286,6 @@ class Training:
                 "gave: copy before you change, and change learning rates by a schedule of the optimizer"
             )
 
-    def _warn_of_weights(self, before: int, state: State) -> None:
-        """Once, and now and then: to look waits for the step."""
-        due = self.finished or before // _FINITE_EVERY < state.step // _FINITE_EVERY
-        if due and not self._progress.warned and not bool(np.asarray(_finite(state.weights))):
-            self._progress.warned = True
-            log.warning(
-                "step %d: weights are not finite any more; lower the learning rate, or look at the loss",
-                self.steps_taken,
-            )
-
     # --- processes ----------------------------------------------------------------------------------------
 
     def _same_everywhere(self, name: str, value: Any, remedy: str) -> None:
@@ -356,10 +346,10 @@ class Training:
 
     # --- its folder ---------------------------------------------------------------------------------------
 
-    def _checkpoints(self) -> saving.Checkpoints | None:
+    def _checkpoints(self) -> Checkpoints | None:
         if self.folder is None:
             return None
-        return saving.Checkpoints(self.folder, self._opened, self._processes)
+        return Checkpoints(self.folder, self._opened, self._processes)
 
     def save(self) -> Path:
         """Write a checkpoint into the folder now, all of it or nothing."""
@@ -401,76 +391,3 @@ class Training:
             self.close()
         else:  # other processes may not come to save
             self._let_go()
-
-
-@dataclass
-class _Progress:
-    """How far a run is, for the one sentence at its end."""
-
-    steps: int
-    taken: int = 0
-    closed: bool = False
-    warned: bool = False
-
-    def end(self) -> None:
-        if not self.closed and self.taken < self.steps:
-            log.warning(
-                "the run ended after step %d of %d: the noise was planned for all of them",
-                self.taken,
-                self.steps,
-            )
-        self.closed = True
-
-
-# --- arguments --------------------------------------------------------------------------------------------
-
-
-def _takes_key(loss: Any) -> bool:
-    """Whether a loss takes (weights, example, key), and not (weights, example)."""
-    if not callable(loss):
-        raise _check.fail(
-            "loss", type(loss).__name__, "must be a function loss(weights, example) that gives one number",
-            "the order is Training(loss, optimizer, data, plan, ...)",
-        )  # fmt: skip
-    try:
-        given = inspect.signature(loss).parameters.values()
-    except (TypeError, ValueError):  # of something that is not Python's
-        return False
-    by_place = [each for each in given if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    needed = [each for each in by_place if each.default is each.empty]
-    has_any = any(each.kind is each.VAR_POSITIONAL for each in given)
-    named = any(each.kind is each.KEYWORD_ONLY and each.default is each.empty for each in given)
-    if len(needed) > 3 or (len(by_place) < 2 and not has_any) or named:
-        raise _check.fail(
-            "loss", f"({', '.join(each.name for each in given)})", "must take (weights, example) or (weights, example, "
-            "key)", "bind the rest: functools.partial(loss, name=value)",
-        )  # fmt: skip
-    return len(needed) == 3 or (len(by_place) > 2 and by_place[2].name == "key")
-
-
-def _checked_optimizer(optimizer: Any) -> optax.GradientTransformation:
-    if not callable(getattr(optimizer, "init", None)) or not callable(getattr(optimizer, "update", None)):
-        raise _check.fail(
-            "optimizer", type(optimizer).__name__, "must be a gradient transformation of optax",
-            "such as optax.adam(1e-3); of flax's TrainState, state.tx; of nnx.Optimizer, its tx",
-        )  # fmt: skip
-    return optimizer
-
-
-def _checked_saving(folder: Path | None, save_every: int | None, plan: Plan) -> int:
-    if save_every is not None and folder is None:
-        raise _check.fail("save_every", save_every, "there is nowhere to save", "give Training a folder")
-    if folder is not None:
-        saving.check_installed()
-    if save_every is not None:
-        return _check.whole("save_every", save_every)
-    if folder is None:
-        return plan.steps
-    expected = plan.steps if plan.examples is None else plan.examples / plan.batch_size
-    return max(1, min(plan.steps, math.ceil(expected)))
-
-
-@jax.jit
-def _finite(weights: Any) -> Any:
-
-    return all_finite([leaf for leaf in jax.tree.leaves(weights) if np.issubdtype(leaf.dtype, np.inexact)])

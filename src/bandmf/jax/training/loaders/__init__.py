@@ -11,14 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from bandmf.jax.training.loaders.checks import (
-    changed_arrays,
-    check_end,
-    of_another_shape,
-    varying_arrays,
-    warn_of_changed,
-    warn_of_varying,
-)
+from bandmf.jax.training.loaders.checks import check_count, of_another_shape, varying_arrays, warn_of_varying
 from bandmf.jax.training.loaders.datasets import is_dataset, taken
 from bandmf.jax.training.loaders.kinds import check_arrays, check_function, checked, count
 from bandmf.randomness.key import Key
@@ -28,55 +21,50 @@ _ASKED_AT = frozenset(10**power for power in range(10))  # calls at which rows a
 
 
 class Loader:
-    """Gives rows for indices; what is the user's code is asked again, at the first call and after 10, 100, ..."""
+    """Gives rows for indices; a function is asked again, at the first call and after 10, 100, ..."""
 
-    def __init__(self, data: Any, examples: int | None, key: Key | None = None) -> None:
-        self.is_function, self._key = callable(data), key
-        self._examples = self.examples = examples = count(data) if examples is None else examples
+    def __init__(self, data: Any, examples: int | None) -> None:
+        self.is_function = callable(data)
+        self.examples = examples = count(data) if examples is None else examples
         if self.is_function:
             check_function(data)
         self._data = data if self.is_function else checked(data, examples)
-        self._is_asked = self.is_function or any(map(is_dataset, jax.tree.leaves(self._data)))
         self.name = getattr(data, "__name__", type(data).__name__)
         self._calls = 0  # of `rows`: batches, pieces of them, or what single devices hold
         self._rows_alike: Any = None  # shapes and types of rows, once there were any
         self._has_warned = False
 
-    def __call__(self, indices: Indices, steps: Indices) -> Any:
-        """What is there for these, in these steps; they are copied, as a function may change its own in place."""
-        if self.is_function:
-            return self._data(np.array(indices))
-        return jax.tree.map(
-            lambda leaf: taken(leaf, indices, steps, self._key) if is_dataset(leaf) else leaf[indices],
-            self._data,
-        )
+    def __call__(self, indices: Indices) -> Any:
+        """What a function gives for these; they are copied, as it may change its own in place."""
+        return self._data(np.array(indices))
 
-    def rows(self, asked: Indices, valid: Any, steps: Indices, key: Key | None = None) -> Any:
+    def rows(self, asked: Indices, valid: Any, steps: Indices, key: Key) -> Any:
         """A row for each index, in the step that it is for; only those that are valid are of the batch."""
-        self._key = self._key if key is None else key
-        if self._is_asked and valid.sum() > 1:
-            if self._calls + 1 in _ASKED_AT:
-                self._ask_again(asked[valid], steps[valid])
-            self._calls += 1
-        found = self(asked, steps)  # last, as a function may use its memory again
+        if self.is_function:
+            if valid.sum() > 1:
+                if self._calls + 1 in _ASKED_AT:
+                    self._ask_again(asked[valid])
+                self._calls += 1
+            found = self(asked)  # last, as a function may use its memory again
+        else:
+            found = jax.tree.map(
+                lambda leaf: taken(leaf, asked, steps, key) if is_dataset(leaf) else leaf[asked], self._data
+            )
         check_arrays(jax.tree.leaves(found))
+        for leaf in jax.tree.leaves(found):
+            check_count(leaf, asked)
         alike = [(leaf.shape[1:], leaf.dtype) for leaf in jax.tree.leaves(found)]
         if self._rows_alike not in (None, alike):
             raise of_another_shape(self)
         self._rows_alike = alike
         return found
 
-    def _ask_again(self, indices: Indices, steps: Indices) -> None:
+    def _ask_again(self, indices: Indices) -> None:
         """Refuse a function by which examples depend on each other, and warn of rows that are others each time."""
-        like = self(indices, steps)
+        like = self(indices)
         check_arrays(jax.tree.leaves(like))
-        find, warn = (
-            (varying_arrays, warn_of_varying) if self.is_function else (changed_arrays, warn_of_changed)
-        )
-        varying = find(self, indices, steps)
+        varying = varying_arrays(self, indices)
         if varying and not self._has_warned:
             names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(like)]
-            warn(self, varying, names)
+            warn_of_varying(self, varying, names)
             self._has_warned = True
-        if not self._calls and jax.process_count() == 1:  # others may not have all examples
-            check_end(self, self._examples, int(steps[0]))

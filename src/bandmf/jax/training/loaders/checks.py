@@ -25,23 +25,21 @@ _AGAIN = 40  # times that rows are loaded again, to see whether they are random
 _ALONE = 3  # examples
 _HALVES = 3  # times
 _FEW = 4  # rows
-_LAST = 8  # examples at the end that are one by no accident
-_SOME = 64  # examples: of labels, most of them are alike
 # Of a column's largest number: products of matrices round otherwise for other numbers of rows.
 _ROUNDING = 1e-3
 _DIGITS = 4  # units in the last place of a column's largest number
 _SINGLE = 2.0**-22  # the same in float32, for columns that are nearly zero
 
 
-def varying_arrays(load: Loader, indices: Indices, steps: Indices) -> list[int]:
+def varying_arrays(load: Loader, indices: Indices) -> list[int]:
     """Refuse a function that gives other rows if others are asked for; the arrays that are another each time."""
-    middle, step = len(indices) // 2, steps[0]  # which is nothing to a function
+    middle = len(indices) // 2
     # The second half first: a function that sorts indices, say for a file, puts rows in other places.
     halves = indices[middle:], indices[:middle]
     together = np.concatenate(halves)
-    whole, *parts = (_loaded(load, part, step) for part in (together, *halves))
+    whole, *parts = (_loaded(load, part) for part in (together, *halves))
     kept = list(_kept(len(together)))
-    in_place = [_loaded(load, np.where(some, together, together[some][0]), step) for some in kept]
+    in_place = [_loaded(load, np.where(some, together, together[some][0])) for some in kept]
     _check_alike(load, [whole, *parts, *in_place])
     others = _unlike(whole, [np.concatenate(leaves) for leaves in zip(*parts, strict=True)])
     if middle < _FEW:  # products of so few rows take other ways, with other roundings
@@ -53,28 +51,11 @@ def varying_arrays(load: Loader, indices: Indices, steps: Indices) -> list[int]:
     for _ in range(_AGAIN):
         if others <= varying:
             return sorted(varying)
-        varying |= _unlike(whole, _loaded(load, together, step), in_place=True)
+        varying |= _unlike(whole, _loaded(load, together), in_place=True)
     if others <= varying:
         return sorted(varying)
     raise _refused(
         load, "other rows", "compute each row from its own example, and keep the order of the indices"
-    )
-
-
-def changed_arrays(load: Loader, indices: Indices, steps: Indices) -> list[int]:
-    """The arrays of a data set that are another if it is asked again, in another order."""
-    once, again = _loaded(load, indices, steps), _loaded(load, indices[::-1], steps[::-1])
-    return sorted(_unlike(once, [leaf[::-1] for leaf in again], in_place=True))
-
-
-def warn_of_changed(load: Loader, changed: list[int], names: list[str]) -> None:
-    which = " and ".join(f"data{names[place]}" for place in changed)
-    warnings.warn(
-        f"data={load.name!r}: gives other rows for the same indices each time, in {which}: it draws from a generator "
-        "of its own, or remembers what it has given, by which examples may depend on each other. Draw from the global "
-        "generators of NumPy, Python or torch, which are each example's own while it is loaded, and repeated after a "
-        "restart; and keep nothing from one example to the next",
-        stacklevel=2,
     )
 
 
@@ -91,65 +72,9 @@ def warn_of_varying(load: Loader, varying: list[int], names: list[str]) -> None:
         f"data={load.name!r}: gives other rows for the same indices each time, in {which}, and whether they depend on "
         "other examples cannot be seen there: change each example by itself, and keep no statistics of a batch or of "
         f"rows loaded before{stream}. After a restart steps can be repeated only if the changes are derived from the "
-        "index, or are made in the loss, from a number of the example and batch.step",
+        "index, or are made in the loss, from its key",
         stacklevel=2,
     )
-
-
-def check_end(load: Loader, examples: int, step: int) -> None:
-    """Indices beyond the end of an array of JAX are the last one: its example would count many times."""
-    if examples < 2 * _LAST:
-        return
-    last = _loaded(load, np.arange(examples - _LAST, examples), step)
-    if not any(_is_one_row(rows[-2:]) for rows in last):
-        return
-    beyond, first = _beyond(load, examples, step), _loaded(load, np.arange(min(_SOME, examples // 2)), step)
-    final = load(np.array([examples - 1]), np.array([step]))
-    of_jax = [isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(final)]
-    # Where another array ends just there, a column of single numbers may well end in equal ones.
-    ends_there = beyond is not None and any(
-        not _is_one_row(rows[-2:]) and _is_one_row(np.stack([rows[-1], given[0]]))
-        for rows, given in zip(last, beyond, strict=True)
-    )
-    for place, rows in enumerate(last):
-        is_label = _is_label(rows[-1], first[place])
-        is_number, count = rows[-1].size == 1, _LAST if _is_one_row(rows) else 2
-        if is_label or not _is_one_row(rows[-2:]) or (ends_there and is_number):
-            continue
-        if beyond is None:  # another array has ended, so that this one cannot be asked
-            if of_jax[place] or count == _LAST:
-                _tell_of_end(
-                    load, examples, count, refuses=of_jax[place] and count == _LAST and not is_number
-                )
-        elif _is_one_row(np.stack([rows[-1], beyond[place][0]])):
-            _tell_of_end(load, examples, count, refuses=count == _LAST)
-
-
-def _is_label(row: Any, first: Any) -> bool:
-    """Whether the last rows may well be one: there are few different ones, or this is a usual one of masks."""
-    is_mask = not jnp.issubdtype(first.dtype, jnp.inexact) and bool(np.isin(first, (0, 1)).all())
-    often = sum(other.tobytes() == row.tobytes() for other in first)
-    return _different(first) <= len(first) / 4 or (is_mask and often >= len(first) / 16)
-
-
-def _tell_of_end(load: Loader, examples: int, count: int, refuses: bool) -> None:
-    sentence = (
-        f"data={load.name!r}: in one of its arrays the last {count} examples, and what is beyond the end, seem to be "
-        f"one row; if there are fewer than examples={examples}, the last one counts for all that are not there: plan "
-        "for the examples that there are, or index arrays of NumPy, which raise IndexError beyond their end (arrays of "
-        "JAX do not)"
-    )
-    if refuses:
-        raise ValueError(sentence)
-    warnings.warn(sentence, stacklevel=2)
-
-
-def _beyond(load: Loader, examples: int, step: int) -> list[Any] | None:
-    """What is given for an index that has no example; None if it is refused."""
-    try:
-        return _loaded(load, np.array([2 * examples]), step)
-    except Exception:  # of whatever kind: that is as it should be
-        return None
 
 
 def of_another_shape(load: Loader) -> ValueError:
@@ -169,10 +94,9 @@ def _refused(load: Loader, gives: str, remedy: str) -> ValueError:
 # --- rows ---------------------------------------------------------------------------------------------------
 
 
-def _loaded(load: Loader, indices: Indices, steps: Any) -> list[Any]:
+def _loaded(load: Loader, indices: Indices) -> list[Any]:
     """Copies, as a function may use its memory again."""
-    found = load(indices, np.broadcast_to(steps, indices.shape))
-    leaves = [_native(np.array(as_words(leaf))) for leaf in jax.tree.leaves(found)]
+    leaves = [_native(np.array(as_words(leaf))) for leaf in jax.tree.leaves(load(indices))]
     for leaf in leaves:
         check_count(leaf, indices)
     return leaves
@@ -198,15 +122,6 @@ def _kept(rows: int) -> Iterator[Any]:
     for _ in range(_HALVES if rows > 1 else 0):
         some = dice.permutation(rows) < rows // 2
         yield from (some, ~some)
-
-
-def _is_one_row(leaf: Any) -> bool:
-    return _different(leaf) == 1
-
-
-def _different(leaf: Any) -> int:
-    """How many different rows there are."""
-    return len({row.tobytes() for row in leaf})
 
 
 def _native(leaf: Any) -> Any:

@@ -1,0 +1,59 @@
+"""What Training is given, checked before a folder is opened."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from pathlib import Path
+from typing import Any
+
+import optax
+
+from bandmf import _check
+from bandmf.jax.training.checkpoint import check_installed
+from bandmf.planning import Plan
+
+
+def takes_key(loss: Any) -> bool:
+    """Whether a loss takes (weights, example, key), and not (weights, example)."""
+    if not callable(loss):
+        raise _check.fail(
+            "loss", type(loss).__name__, "must be a function loss(weights, example) that gives one number",
+            "the order is Training(loss, optimizer, data, plan, ...)",
+        )  # fmt: skip
+    try:
+        given = inspect.signature(loss).parameters.values()
+    except (TypeError, ValueError):  # of something that is not Python's
+        return False
+    by_place = [each for each in given if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    needed = [each for each in by_place if each.default is each.empty]
+    has_any = any(each.kind is each.VAR_POSITIONAL for each in given)
+    named = any(each.kind is each.KEYWORD_ONLY and each.default is each.empty for each in given)
+    if len(needed) > 3 or (len(by_place) < 2 and not has_any) or named:
+        raise _check.fail(
+            "loss", f"({', '.join(each.name for each in given)})", "must take (weights, example) or (weights, example, "
+            "key)", "bind the rest: functools.partial(loss, name=value)",
+        )  # fmt: skip
+    return len(needed) == 3 or (len(by_place) > 2 and by_place[2].name == "key")
+
+
+def checked_optimizer(optimizer: Any) -> optax.GradientTransformation:
+    if not callable(getattr(optimizer, "init", None)) or not callable(getattr(optimizer, "update", None)):
+        raise _check.fail(
+            "optimizer", type(optimizer).__name__, "must be a gradient transformation of optax",
+            "such as optax.adam(1e-3); of flax's TrainState, state.tx; of nnx.Optimizer, its tx",
+        )  # fmt: skip
+    return optimizer
+
+
+def checked_saving(folder: Path | None, save_every: int | None, plan: Plan) -> int:
+    if save_every is not None and folder is None:
+        raise _check.fail("save_every", save_every, "there is nowhere to save", "give Training a folder")
+    if folder is not None:
+        check_installed()
+    if save_every is not None:
+        return _check.whole("save_every", save_every)
+    if folder is None:
+        return plan.steps
+    expected = plan.steps if plan.examples is None else plan.examples / plan.batch_size
+    return max(1, min(plan.steps, math.ceil(expected)))
