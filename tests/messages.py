@@ -24,6 +24,8 @@ def messages() -> tuple[str, ...]:
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Attribute)
                 and node.func.attr == "fail"
+                and isinstance(node.func.value, ast.Name)
+                and node.func.value.id == "_check"
             ):
                 name, _value, requirement, *remedy = (text(each) for each in node.args)
                 found.append(f"{name}={HOLE}: {'; '.join([requirement, *remedy])}")

@@ -12,8 +12,6 @@ import bandmf
 from messages import says
 from pages import ROOT, blocks, printed, run_alone, script
 
-HEADING = re.compile(r"^### `(.*)`$", re.MULTILINE)
-
 
 def test_the_quick_start_trains_a_model_in_nine_lines():
     lines = [line for line in blocks("docs/index.md")[1].splitlines() if line.strip()]
@@ -44,12 +42,12 @@ def test_every_page_runs_by_itself(page, tmp_path):
     run_alone(page, tmp_path)
 
 
-def test_every_heading_of_the_page_on_errors_is_a_message_of_the_package():
-    page = (ROOT / "docs" / "troubleshooting.md").read_text()
-    headings = HEADING.findall(page)
-    assert len(headings) > 40
-    assert [heading for heading in headings if not says(heading)] == []
-    assert page.count("**Cause.**") == page.count("**Remedy.**") == len(headings)
+def test_every_message_on_the_page_of_errors_is_one_of_the_package():
+    page = (ROOT / "docs" / "supported-layers.md").read_text()
+    table = re.search(r"<!-- errors -->\n(.*?)<!-- end -->", page, re.DOTALL)[1]
+    quotes = re.findall(r"^\| `(.*?)` \| .+ \|$", table, re.MULTILINE)
+    assert len(quotes) == len(table.splitlines()) - 2 > 20
+    assert [quote for quote in quotes if not says(quote)] == []
 
 
 @pytest.mark.parametrize(
@@ -61,17 +59,39 @@ def test_every_heading_of_the_page_on_errors_is_a_message_of_the_package():
         "What is promised, in a docstring only",
     ],
 )
-def test_a_heading_that_no_message_has_is_found(wrong):
+def test_a_quote_that_no_message_has_is_found(wrong):
     assert not says(wrong)
 
 
-def test_every_table_of_what_was_tried_says_what_happens():
-    rows = re.findall(
-        r"^\| (?!what|---)(.*?) \| (.*) \|$", (ROOT / "docs" / "tried.md").read_text(), re.MULTILINE
-    )
-    outcome = re.compile(r"work|refused|has no effect|runs, and is \*not\* private")
-    assert len(rows) > 40
-    assert [name for name, happens in rows if not outcome.search(happens)] == []
+def missing_tests(page):
+    """Files of tests that a page names and that are not there."""
+    named = re.findall(r"`(?:tests/)?((?:attacks/)?test_\w+\.py)", page)
+    assert named
+    return [name for name in named if not (ROOT / "tests" / name).exists()]
+
+
+def test_the_tests_that_the_guarantees_name_are_there():
+    page = (ROOT / "docs" / "guarantees.md").read_text()
+    assert missing_tests(page) == []
+    assert missing_tests(page + "`attacks/test_planted.py`") == ["attacks/test_planted.py"]
+
+
+def test_all_pages_together_are_short_enough_to_be_read():
+    pages = (ROOT / "docs").rglob("*.md")
+    assert sum(len(path.read_text().split()) for path in pages) < 30_000
+
+
+def rows_without_a_result(page):
+    table = re.search(r"<!-- ports -->\n(.*?)<!-- end -->", page, re.DOTALL)[1]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    return [row[0] for row in cells if len(row) != 3 or not all(row)]
+
+
+def test_every_program_that_was_tried_has_a_result():
+    page = (ROOT / "docs" / "tried.md").read_text()
+    assert rows_without_a_result(page) == []
+    planted = page.replace("| --- |\n", "| --- |\n| a planted program | 3 | |\n", 1)
+    assert rows_without_a_result(planted) == ["a planted program"]
 
 
 def drawings():

@@ -48,7 +48,7 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_
     for path in (*tmp_path.rglob("*.html"), *tmp_path.rglob("*.css")):
         assert loaded_from_elsewhere(path.read_text()) == [], path
     reference = (tmp_path / "api" / "torch.html").read_text()
-    assert "physical_batch_size" in reference
+    assert "micro_batch" in reference
     assert "&gt;&gt;&gt;" in reference  # examples are code, not quotations
     assert "<blockquote>" not in reference
     assert (tmp_path / "source" / "examples" / "ddp.py.txt").read_text() == (
@@ -102,7 +102,7 @@ def reference():
 
 def test_everything_in_the_reference_has_an_example_that_runs():
     """Doctests run them; state and results, which users do not make, need none; PrivateTrainer has a page that runs."""
-    without = {"Private", "Clipped", "Outer", "Sensitivity", "Solution", "PrivateTrainer"}
+    without = {"Clipped", "Outer", "Sensitivity", "Solution", "PrivateTrainer"}
     silent = {path for path, thing in reference().items() if ">>>" not in (inspect.getdoc(thing) or "")}
     assert {path.rpartition(".")[2] for path in silent} <= without
 
@@ -133,11 +133,11 @@ def undescribed(function) -> list[str]:
     )
 
 
-def test_plan_and_make_private_describe_every_argument():
+def test_plan_and_training_describe_every_argument():
     import bandmf
     import bandmf.torch
 
-    assert undescribed(bandmf.plan) == undescribed(bandmf.torch.make_private) == []
+    assert undescribed(bandmf.plan) == undescribed(bandmf.torch.Training) == []
 
 
 def test_an_argument_that_is_not_described_is_found():

@@ -11,6 +11,12 @@ def test_the_page_on_training_runs():
     assert run("docs/training.md")["training"].finished
 
 
+def test_the_page_on_layers_runs():
+    names = run("docs/supported-layers.md")
+    report = names["check"](names["model"])
+    assert [problem.layer for problem in report.problems] == ["1", "4"]
+
+
 def test_the_page_for_opacus_runs_both_programs():
     """Opacus is a peer of the tests, not a dependency."""
     pytest.importorskip("opacus")
