@@ -1,669 +1,469 @@
-"""The loops that people write: all of them give the update of the plain one."""
+"""What a loop may do between steps, what data may be, and what is refused before anything is opened."""
 
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
-from functools import partial
+import warnings
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.checkpoint import checkpoint
-from transformers import GPT2Config, GPT2LMHeadModel
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from bandmf.torch import make_private
-from bandmf.torch.losses import classification
-from one_at_a_time import MODES
-from private_loops import (
-    Rows,
-    outcome,
-    plain,
-    private_of,
-    run_plan,
-    small_net,
-    trained_weights,
-    vectors,
-    with_one_replaced,
-)
-from sweeps import in_turn
-from training import weights
+from bandmf import Key
+from bandmf.torch import Training
+from training import losses, same_run, simple_plan, small_data, small_model, train, weights
 
+STEPS = 12
+PLAN = simple_plan(steps=STEPS, examples=60, batch_size=20, bands=2)
 
-def same(model, loop, data=None, mode="bookkeeping", rtol=1e-5, **options):
-    """The loop gives the sum of the plain loop; returned."""
-    data = vectors() if data is None else data
-    expected = outcome(model, data, mode)
-    found = outcome(model, data, mode, loop, **options)
-    assert expected.refused is None
-    assert found.refused is None, found.refused
-    assert float((found.total - expected.total).norm()) <= rtol * float(expected.total.norm())
-    return found.total
 
+def open_run(model=None, optimizer=None, data=None, plan=PLAN, losses=losses, **options):
+    model = small_model() if model is None else model
+    optimizer = optimizer or torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    data = small_data(plan.examples) if data is None else data
+    options = {"clip_norm": 0.5, "key": Key(bytes(32)), "verify": False, **options}
+    with same_run():
+        return Training(model, losses, optimizer, data, plan, **options)
 
-# --- losses ---------------------------------------------------------------------------------------------
 
+@pytest.fixture(scope="module")
+def expected():
+    return weights(train(open_run()).model)
 
-def summed(private, batch):
-    x, y = batch
-    functional.cross_entropy(private.model(x), y, reduction="sum").backward()
-    private.optimizer.step()
 
+def weights_of(body=lambda training, step: None, **options):
+    """After a whole run with this body of its loop."""
+    training = open_run(**options)
+    for step in training:
+        body(training, step)
+    return weights(training.model)
 
-def by_losses(private, batch):
-    x, y = batch
-    private.backward(classification(private.model(x), y))
-    private.optimizer.step()
 
+# --- the body of the loop ---------------------------------------------------------------------------------
 
-def by_criterion(private, batch):
-    x, y = batch
-    loss = private.criterion(private.model(x), y)
-    loss.backward()
-    private.optimizer.step()
 
-
-def by_closure(private, batch):
-    x, y = batch
-
-    def closure():
-        private.optimizer.zero_grad()
-        loss = functional.cross_entropy(private.model(x), y)
-        loss.backward()
-        return loss
-
-    assert private.optimizer.step(closure) > 0
-
-
-WAYS = [
-    (plain, {}),
-    (summed, {"loss_reduction": "sum"}),
-    (by_losses, {}),
-    (by_losses, {"loss_reduction": "sum"}),
-    (by_criterion, {"criterion": nn.CrossEntropyLoss()}),
-    (by_criterion, {"criterion": nn.CrossEntropyLoss(), "loss_reduction": "sum"}),
-    (by_closure, {}),
-]
-
-
-@pytest.mark.parametrize(("way", "physical", "mode"), in_turn(WAYS, [None, 3], MODES))
-def test_every_way_to_the_loss_gives_the_same_sum(way, physical, mode):
-    loop, options = way
-    same(small_net(), loop, mode=mode, physical_batch_size=physical, **options)
-
-
-def test_the_loss_of_the_private_criterion_behaves_like_a_tensor():
-    def loop(private, batch):
-        x, y = batch
-        loss = private.criterion(private.model(x), y)
-        assert f"{loss:.3f}" == f"{loss.item():.3f}"
-        expected = functional.cross_entropy(private.model(x).detach(), y)
-        torch.testing.assert_close(loss.detach(), expected)
-        (loss.mean() / 2 + loss / 2).backward()
-        private.optimizer.step()
-
-    same(small_net(), loop, criterion=nn.CrossEntropyLoss())
-
-
-def test_outside_of_training_the_private_criterion_is_the_criterion_that_was_given():
-    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 1.0, 2.0]))
-    private = private_of(small_net(), vectors(), criterion=criterion)
-    scores, labels = torch.randn(11, 4), torch.randint(0, 4, (11,))
-    assert torch.equal(private.criterion(scores, labels), criterion(scores, labels))
-    for batch in private.loader:
-        by_criterion(private, batch)
-    assert torch.equal(private.criterion(scores, labels), criterion(scores, labels))
-
-
-def test_losses_that_are_not_one_for_each_example_are_refused():
-    private = private_of(small_net(), vectors(), self_test=False)
-    x, _ = next(iter(private.loader))
-    with pytest.raises(ValueError, match=r"must be \(8,\): one loss for each example"):
-        private.backward(private.model(x).mean())
-
-
-def test_two_losses_with_a_backward_pass_each_are_clipped_together():
-    def loop(private, batch):
-        x, y = batch
-        scores = private.model(x)
-        (functional.cross_entropy(scores, y) / 4).backward(retain_graph=True)
-        (functional.cross_entropy(scores, y) / 4).backward()
-        (functional.cross_entropy(private.model(x), y) / 2).backward()
-        private.optimizer.step()
-
-    same(small_net(), loop)
-    loud = outcome(small_net(), vectors(), "bookkeeping", loop, clip_norm=1e-3)
-    assert 0 < float(loud.total.norm()) <= 8 * 1e-3 * (1 + 1e-6)
-
-
-def test_validation_between_forward_and_backward_is_not_recorded():
-    def loop(private, batch):
-        x, y = batch
-        loss = functional.cross_entropy(private.model(x), y)
-        with torch.no_grad():
-            private.model(torch.randn(13, 6))
-        loss.backward()
-        private.optimizer.step()
-
-    same(small_net(), loop)
-
-
-def test_training_is_as_with_hooks_after_twenty_steps():
-    data = vectors(16)
-    found = [
-        trained_weights(private_of(small_net(), data, steps=20, learning_rate=0.5, clipping=mode))
-        for mode in MODES
-    ]
-    start = weights(small_net())
-    assert float((found[0] - start).norm()) > 0.1
-    for other in found[1:]:
-        torch.testing.assert_close(found[0], other, rtol=1e-5, atol=1e-5)
-
-
-# --- precision ------------------------------------------------------------------------------------------
-
-
-def autocast(dtype, scaler=None):
-    """A mean loss; with a scaler, a sum."""
-
-    def loop(private, batch):
-        x, y = batch
-        private.optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=dtype):
-            reduction = "mean" if scaler is None else "sum"
-            loss = functional.cross_entropy(private.model(x), y, reduction=reduction)
-        if scaler is None:
-            loss.backward()
-            private.optimizer.step()
-            return
-        scaler.scale(loss).backward()
-        scaler.step(private.optimizer)
-        scaler.update()
-
-    return loop
-
-
-def test_autocast_gives_the_sum_up_to_its_precision():
-    same(small_net(), autocast(torch.bfloat16), rtol=0.03)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_scale_of_a_grad_scaler_is_taken_out_before_clipping(mode):
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    options = {"loss_reduction": "sum", "mode": mode}
-    total = same(small_net(), autocast(torch.float16, scaler), rtol=0.005, **options)
-    assert float(total.norm()) > 0.1
-    assert scaler.get_scale() == 2.0**10
-
-
-def test_unscaling_by_hand_is_no_way_around_clipping():
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-
-    def loop(private, batch):
-        x, y = batch
-        scaler.scale(functional.cross_entropy(private.model(x), y)).backward()
-        scaler.unscale_(private.optimizer)
-        scaler.step(private.optimizer)
-        scaler.update()
-
-    found = outcome(small_net(), vectors(), "bookkeeping", loop)
-    expected = outcome(small_net(), vectors(), "bookkeeping")
-    assert found.refused or float((found.total - expected.total).norm()) < 1e-5
-
-
-def test_a_grad_scaler_that_hides_behind_another_step_is_refused():
-    """As accelerate does it: the scale would not be taken out, and would follow the data."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    private = private_of(small_net(), vectors(), self_test=False)
-    original = private.optimizer.step
-    private.optimizer.step = lambda *given, **named: original(*given, **named)
-    x, y = next(iter(private.loader))
-    scaler.scale(functional.cross_entropy(private.model(x), y)).backward()
-    with pytest.raises(RuntimeError, match=r"use bf16, or torch\.amp\.GradScaler itself"):
-        scaler.step(private.optimizer)
-    assert private.steps_taken == 0
-
-
-def test_no_step_is_skipped_and_the_scale_stays_when_one_example_overflows():
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=1)
-    data = vectors()
-    data = with_one_replaced(data, (data[6][0] * 3e6, data[6][1]), 6)
-    private = private_of(small_net(), data, steps=3, learning_rate=0.1, loss_reduction="sum")
-    loop, taken = autocast(torch.float16, scaler), []
-    while not private.finished:
-        for batch in private.loader:
-            loop(private, batch)
-            assert scaler.get_scale() == 2.0**14
-            if private.optimizer.stepped:
-                taken.append(private.steps_taken)
-    assert taken == [1, 2, 3]
-    assert private.non_finite_examples() == 3
-    assert weights(private.model).isfinite().all()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_models_in_half_precision_are_trained(mode):
-    model = small_net().bfloat16()
-    data = Rows([(x.bfloat16(), y) for x, y in vectors()])
-    expected = outcome(small_net(), vectors(), mode).total
-    found = outcome(model, data, mode).total
-    assert float((found - expected).norm()) < 0.05 * float(expected.norm())
-
-
-# --- models that compute in unusual ways ----------------------------------------------------------------
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, use_reentrant):
-        super().__init__()
-        self.inner, self.use_reentrant = small_net(), use_reentrant
-
-    def forward(self, x):
-        x = x.requires_grad_(True)
-        half = checkpoint(self.inner[:2], x, use_reentrant=self.use_reentrant)
-        return checkpoint(self.inner[2:], half, use_reentrant=self.use_reentrant)
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("self_test", [True, False])
-def test_activation_checkpointing_changes_nothing(use_reentrant, self_test):
-    expected = outcome(small_net(), vectors(), "bookkeeping").total
-    found = outcome(Checkpointed(use_reentrant), vectors(), "bookkeeping", self_test=self_test)
-    assert found.refused is None, found.refused
-    torch.testing.assert_close(found.total, expected, rtol=1e-5, atol=1e-6)
-
-
-def tiny_gpt2():
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 20, "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2}
-    still = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0, "bos_token_id": 0, "eos_token_id": 0}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **still))
-
-
-def texts():
-    generator = torch.Generator().manual_seed(1)
-    return Rows([{"input_ids": torch.randint(0, 20, (8,), generator=generator)} for _ in range(6)])
-
-
-def own_loss(private, batch):
-    private.model(**batch, labels=batch["input_ids"]).loss.backward()
-    private.optimizer.step()
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing_of_transformers_changes_nothing(use_reentrant):
-    model = tiny_gpt2().train()
-    expected = outcome(model, texts(), "bookkeeping", own_loss)
-    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    model.enable_input_require_grads()
-    found = outcome(model, texts(), "bookkeeping", own_loss)
-    assert found.refused is None, found.refused
-    torch.testing.assert_close(found.total, expected.total, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(("backend", "when"), in_turn(["eager", "aot_eager"], ["before", "after"]))
-def test_a_compiled_model_gives_the_same_sum(backend, when):
-    torch._dynamo.reset()
-    expected = outcome(small_net(), vectors(), "bookkeeping").total
-    model = small_net()
-    compiled = torch.compile(model, backend=backend) if when == "before" else None
-    private = private_of(model, vectors())
-    compiled = compiled or torch.compile(private.model, backend=backend)
-    for x, y in private.loader:
-        functional.cross_entropy(compiled(x), y).backward()
-        private.optimizer.step()
-    found = 8 * torch.cat([p.grad.flatten().double() for p in model.parameters()])
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_a_compiled_model_may_be_given_to_make_private():
-    torch._dynamo.reset()
-    expected = outcome(small_net(), vectors(), "bookkeeping").total
-    private = private_of(torch.compile(small_net(), backend="aot_eager"), vectors())
-    for batch in private.loader:
-        plain(private, batch)
-    found = 8 * torch.cat([p.grad.flatten().double() for p in private.model.parameters()])
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
-class Parts(nn.Module):
-    """Called by its parts, with activations in place; nobody calls forward."""
-
-    def __init__(self):
-        super().__init__()
-        inner = small_net()
-        self.encoder, self.head = inner[0], nn.Sequential(nn.Tanh(), *inner[2:])
-
-
-def test_a_model_may_be_called_by_its_parts_and_activations_may_be_in_place():
-    def loop(private, batch):
-        x, y = batch
-        half = private.model.encoder(x)
-        half.mul_(1.0).add_(0.0)
-        functional.cross_entropy(private.model.head(half), y).backward()
-        private.optimizer.step()
-
-    expected = outcome(small_net(), vectors(), "bookkeeping").total
-    found = outcome(Parts(), vectors(), "bookkeeping", loop)
-    assert found.refused is None, found.refused
-    torch.testing.assert_close(found.total, expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_model_left_in_evaluation_mode_is_trained(mode):
-    same(small_net().eval(), plain, mode=mode)
-
-
-# --- copies of the model --------------------------------------------------------------------------------
-
-
-def average_of(kind, model):
-    if kind == "deepcopy":
-        return copy.deepcopy(model)
-    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-
-
-class WithAttention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.first, self.block = (
-            nn.Linear(6, 8),
-            nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True),
-        )
-        self.out = nn.Linear(8, 4)
-
-    def forward(self, x):
-        return self.out(self.block(self.first(x)[:, None])[:, 0])
-
-
-@pytest.mark.parametrize(
-    ("kind", "when", "mode"), in_turn(["deepcopy", "averaged"], ["before", "after"], ["bookkeeping", "hooks"])
-)
-def test_a_moving_average_works_and_is_not_recorded(kind, when, mode):
-    make = WithAttention if mode == "bookkeeping" else small_net
-    expected = trained_weights(private_of(make(), vectors(), steps=3, clipping=mode))
-    model = make()
-    average = average_of(kind, model) if when == "before" else None
-    private = private_of(model, vectors(), steps=3, clipping=mode)
-    average = average_of(kind, model) if average is None else average
-
-    def loop(private, batch):
-        x, y = batch
-        private.optimizer.zero_grad()
-        loss = functional.cross_entropy(private.model(x), y)
-        average(x)  # in the middle of a batch, and with gradients enabled
-        loss.backward()
-        private.optimizer.step()
-        if kind == "averaged":
-            average.update_parameters(private.model)
-
-    torch.testing.assert_close(trained_weights(private, loop), expected, rtol=0, atol=1e-6)
-    inner = average.module if kind == "averaged" else average
-    assert all(p.requires_grad and p.grad is None for p in inner.parameters())
-    functional.cross_entropy(average(torch.randn(5, 6)), torch.zeros(5, dtype=torch.long)).backward()
-    assert all(p.grad is not None for p in inner.parameters())  # an ordinary model
-
-
-def test_torchs_transformer_layers_are_trained_in_evaluation_mode_too():
-    expected = outcome(WithAttention(), vectors(), "bookkeeping").total
-    found = outcome(WithAttention().eval(), vectors(), "bookkeeping")
-    assert found.refused is None, found.refused
-    torch.testing.assert_close(found.total, expected, rtol=1e-5, atol=1e-6)
-
-
-class BareParameter(nn.Module):
-    """A parameter of the model itself, which no layer describes."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.weight = nn.Parameter(torch.randn(6, 4))
-
-    def forward(self, x):
-        return x @ self.weight
-
-
-def test_auto_hands_a_model_that_it_cannot_describe_to_hooks_and_says_why():
-    linear = nn.Linear(6, 4, bias=False)
+def evaluates(training, step):
+    training.model.eval()
     with torch.no_grad():
-        linear.weight.copy_(BareParameter().weight.T)
-    expected = outcome(linear, vectors(), "bookkeeping").total.view(4, 6).T.flatten()
-    reason = (
-        r"clipping='auto': Opacus's hooks clip this model, since model: 'weight' is a parameter of the model"
-    )
-    with pytest.warns(UserWarning, match=reason):
-        found = outcome(BareParameter(), vectors(), "auto")
-    assert found.refused is None, found.refused
-    torch.testing.assert_close(found.total, expected, rtol=1e-5, atol=1e-6)
-    assert "put it into a module of its own" in outcome(BareParameter(), vectors(), "bookkeeping").refused
+        training.model(torch.randn(5, 8))
 
 
-def test_auto_is_bookkeeping_where_that_can_describe_the_model(recwarn):
-    same(small_net(), plain, mode="auto")
-    assert not [warning for warning in recwarn if "clipping" in str(warning.message)]
+def toggles(training, step):
+    training.model.requires_grad_(step % 2 == 0)
 
 
-@pytest.mark.parametrize("mode", ["auto", "bookkeeping"])
-def test_a_failed_self_test_is_not_handed_to_another_mode(mode):
-    found = outcome(small_net(), vectors(), mode, summed)
-    assert "loss_reduction='sum'" in found.refused
+def leaves_gradients(training, step):
+    losses(training.model, (torch.randn(5, 8), torch.zeros(5).long())).sum().backward()
 
 
-def test_a_teacher_in_the_same_loop_is_not_recorded():
-    teacher = small_net()
-
-    def loop(private, batch):
-        x, y = batch
-        targets = teacher(x).softmax(-1)
-        scores = private.model(x)
-        loss = functional.cross_entropy(scores, y) + 0 * functional.cross_entropy(scores, targets.detach())
-        loss.backward()
-        private.optimizer.step()
-
-    same(small_net(), loop)
+def copies(training, step):
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(training.model)))
+    losses(twin, (torch.randn(5, 8), torch.zeros(5).long())).sum().backward()
+    assert all(p.grad is not None for p in twin.parameters())  # an ordinary model
 
 
-class Shifted(nn.Module):
-    """A layer of two inputs, called by their names in another order."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(6))
-
-    def forward(self, x, shift):
-        return x * self.weight + 3 * shift
+def draws(training, step):
+    torch.manual_seed(step)
+    torch.rand(3)
 
 
-class Named(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale, self.head = Shifted(), nn.Linear(6, 4)
-
-    def forward(self, x):
-        return self.head(self.scale(shift=x.sin(), x=x))
+@pytest.mark.parametrize("body", [evaluates, toggles, leaves_gradients, copies, draws])
+def test_a_loop_may_do_between_steps_what_it_likes(body, expected):
+    assert torch.equal(weights_of(body), expected)
 
 
-def test_a_layer_with_a_rule_may_be_called_by_the_names_of_its_inputs(monkeypatch):
-    from bandmf.torch.clipping import rules
-
-    monkeypatch.setitem(rules._RULES, Shifted, lambda layer, a, g: {"weight": a * g})
-    torch.manual_seed(0)
-    model = Named()
-    by_rule = outcome(model, vectors(), "bookkeeping")
-    assert by_rule.refused is None
-    monkeypatch.undo()
-    torch.testing.assert_close(by_rule.total, outcome(model, vectors(), "bookkeeping").total)
+def test_a_step_leaves_modes_and_requires_grad_as_the_loop_has_them():
+    training = open_run()
+    for step in training:
+        assert all(p.requires_grad == (step == 1 or step % 2 == 1) for p in training.model.parameters())
+        assert training.model.training == (step == 1 or step % 2 == 1)
+        assert all(p.grad is None for p in training.model.parameters())  # nothing of a sum is left
+        training.model.requires_grad_(step % 2 == 0).train(step % 2 == 0)
 
 
-def test_an_optimizer_serves_one_run_at_a_time():
-    model = small_net()
+def test_a_step_is_taken_in_the_modes_of_the_start():
+    model = small_model(dropout=0.5)
+    model[2].eval()  # frozen dropout
+    training = open_run(model)
+    for _ in training:
+        training.model.train()
+        assert model[2].training
+    assert torch.equal(weights(model), weights_of())
+
+
+def test_an_average_in_the_body_is_that_of_the_steps():
+    model, kept = small_model(), []
+    average = AveragedModel(model)
+    for _ in open_run(model):
+        average.update_parameters(model)
+        kept.append(weights(model))
+    assert int(average.n_averaged) == STEPS
+    torch.testing.assert_close(weights(average), torch.stack(kept).mean(0), rtol=1e-5, atol=1e-6)
+
+
+def test_learning_rates_set_in_the_body_act_on_the_next_step():
+    model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    make = partial(make_private, model, optimizer, vectors(), run_plan(len(vectors())), clip_norm=1.0)
-    first = make()
-    with pytest.raises(ValueError, match=r"optimizer: belongs to another private run; call close\(\)"):
-        make()
-    first.close()
-    make()
+    training = open_run(model, optimizer)
+    before = weights(model)
+    for step in training:
+        moved, before = not torch.equal(weights(model), before), weights(model)
+        assert moved == (step == 1 or step % 2 == 1)
+        optimizer.param_groups[0]["lr"] = 0.0 if step % 2 == 1 else 0.1
 
 
-def adversarial(private, batch, zero_grad=True):
-    """Trains on examples that were moved along the gradient of the loss by the input."""
-    x, y = batch[0].clone().requires_grad_(True), batch[1]
-    (slope,) = torch.autograd.grad(functional.cross_entropy(private.model(x), y), x)
-    if zero_grad:
-        private.optimizer.zero_grad()
-    functional.cross_entropy(private.model((x + 0.1 * slope.sign()).detach()), y).backward()
-    private.optimizer.step()
+def test_advance_is_an_item_of_the_loop(expected):
+    training = open_run()
+    assert [training.advance() for _ in range(STEPS)] == list(range(1, STEPS + 1))
+    assert torch.equal(weights(training.model), expected)
+    with pytest.raises(RuntimeError, match=f"all {STEPS} steps of the plan were taken"):
+        training.advance()
 
 
-@pytest.mark.parametrize("mode", ["auto", "hooks"])
-@pytest.mark.parametrize("physical", [None, 3])
-def test_zero_grad_drops_backward_passes_that_came_before_it(mode, physical):
-    """Of physical batches that are added up already, nothing is lost."""
-    options = {"clip_norm": 0.1, "physical_batch_size": physical}
-    data = vectors(8)
-    found = outcome(small_net(), data, mode, adversarial, **options)
-    assert found.refused is None
-    without = outcome(small_net(), Rows(data[:-1]), mode, adversarial, **options)
-    assert float((found.total - without.total).norm()) == pytest.approx(0.1, rel=1e-4)
-    moved = outcome(small_net(), data, "hooks", adversarial, clip_norm=0.1)
-    torch.testing.assert_close(found.total, moved.total, rtol=1e-4, atol=1e-6)
+def test_a_loop_that_is_left_goes_on(expected):
+    training = train(open_run(), until=5)
+    assert list(training) == list(range(6, STEPS + 1))
+    assert list(training) == []
+    assert torch.equal(weights(training.model), expected)
 
 
-def test_gradients_that_are_not_dropped_count():
-    assert outcome(small_net(), vectors(), "auto", partial(adversarial, zero_grad=False)).refused is not None
+# --- optimizers and schedules -----------------------------------------------------------------------------
 
 
-def by_backward(zero_grad):
-    """The same, as tutorials write it: the input's gradient by a backward pass, which must not count."""
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_an_optimizer_sees_the_released_means_and_nothing_else(make):
+    """A twin that is fed the same takes the same steps."""
+    model, twin = small_model(), small_model()
+    optimizer, other = make(model.parameters(), lr=0.1), make(twin.parameters(), lr=0.1)
 
-    def loop(private, batch):
-        x, y = batch[0].clone().requires_grad_(True), batch[1]
-        functional.cross_entropy(private.model(x), y).backward()
-        zero_grad(private)
-        functional.cross_entropy(private.model((x + 0.1 * x.grad.sign()).detach()), y).backward()
-        private.optimizer.step()
+    def feed(*_):
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            q.grad = p.grad.clone()
+        other.step()
 
-    return loop
+    optimizer.register_step_post_hook(feed)
+    train(open_run(model, optimizer))
+    assert torch.equal(weights(model), weights(twin))
+    assert not torch.equal(weights(model), weights(small_model()))
 
 
-@pytest.mark.parametrize("mode", ["auto", "hooks"])
-@pytest.mark.parametrize("of", ["model", "optimizer"])
-def test_zero_grad_of_model_and_optimizer_drop_the_same(of, mode):
-    loop = by_backward(lambda private: getattr(private, of).zero_grad())
-    found, expected = (
-        outcome(small_net(), vectors(), mode, each, clip_norm=0.1) for each in (loop, adversarial)
+def test_several_optimizers_share_a_model(expected):
+    model = small_model()
+    several = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[:2], model[2:])]
+    schedules = [lr_scheduler.ConstantLR(each, 1.0) for each in several]
+    assert torch.equal(weights_of(model=model, optimizer=several, scheduler=schedules), expected)
+
+
+def test_what_no_optimizer_holds_stays_as_it_is_though_it_is_unfrozen_in_the_body():
+    model = small_model()
+    model[0].weight.requires_grad_(False)
+    before, optimizer = weights(model[0]), torch.optim.SGD(model.parameters(), lr=0.1)
+    training = open_run(model, optimizer)
+    assert "0.weight" not in training._stepper.sums.views
+    for _ in training:
+        model.requires_grad_(True)
+    assert torch.equal(model[0].weight.flatten(), before[: model[0].weight.numel()])
+    assert not torch.equal(weights(model[0]), before)
+
+
+SCHEDULES = {
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 1.0, 0.1, total_iters=STEPS),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=STEPS + 1),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.ExponentialLR(o, 0.8)], [3]
+    ),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.ExponentialLR(o, 0.9)]),
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda count: 1 / (1 + count)),
+}
+
+
+def rates(scheduler_of, run):
+    """The rate of each step."""
+    model, used = small_model(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = scheduler_of(optimizer)
+    optimizer.register_step_pre_hook(lambda *_: used.append(float(optimizer.param_groups[0]["lr"])))
+    run(model, optimizer, scheduler)
+    return used
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_are_those_of_an_ordinary_loop(name):
+    def ordinary(model, optimizer, scheduler):
+        for _ in range(STEPS):
+            model(torch.zeros(1, 8)).sum().backward()
+            optimizer.step()
+            scheduler.step()
+
+    def private(model, optimizer, scheduler):
+        train(open_run(model, optimizer, scheduler=scheduler, micro_batch=4))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert rates(SCHEDULES[name], private) == rates(SCHEDULES[name], ordinary)
+
+
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)])
+def test_a_function_of_the_steps_taken_is_a_schedule(rate):
+    model, used = small_model(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, foreach=False)
+    optimizer.register_step_pre_hook(lambda *_: used.append(float(optimizer.param_groups[0]["lr"])))
+    train(open_run(model, optimizer, scheduler=lambda step: 0.1 / (1 + step)))
+    assert used == pytest.approx([0.1 / (1 + step) for step in range(STEPS)])
+    assert (optimizer.param_groups[0]["lr"] is rate) == isinstance(rate, torch.Tensor)
+
+
+def test_a_plateau_is_stepped_in_the_body():
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plateau = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    with pytest.raises(ValueError, match=r"scheduler='ReduceLROnPlateau'.*in the loop's body"):
+        open_run(model, optimizer, scheduler=plateau)
+    for _ in open_run(model, optimizer):
+        plateau.step(1.0)
+    assert optimizer.param_groups[0]["lr"] < 0.1
+
+
+# --- data -------------------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset):
+    """(index, example) for all examples, backwards."""
+
+    def __init__(self, data):
+        self.data, self.passes = data, 0
+
+    def __iter__(self):
+        self.passes += 1
+        return ((index, self.data[index]) for index in reversed(range(len(self.data))))
+
+
+class Plain(Dataset):
+    def __init__(self):
+        self.data = small_data(60)
+
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, index):
+        return self.data[index]
+
+
+class Fetched(Plain):
+    def __getitems__(self, indices):
+        return [self.data[index] for index in indices]
+
+
+WAYS = {
+    "data set": {"data": Plain()},
+    "all at once": {"data": Fetched()},
+    "list": {"data": list(small_data(60))},
+    "workers": {"data": Plain(), "workers": 2},
+    "DataLoader": {"data": DataLoader(Plain(), batch_size=20, shuffle=True)},
+    "stream": {"data": Stream(small_data(60))},
+    "DataLoader of a stream": {"data": DataLoader(Stream(small_data(60)), batch_size=20)},
+    "collate": {"collate": lambda rows: [torch.stack(part) for part in zip(*rows, strict=True)]},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_however_batches_are_loaded_the_weights_are_the_same(way, expected):
+    assert torch.equal(weights_of(**WAYS[way]), expected)
+
+
+def test_one_pass_over_a_stream_collects_a_turn_of_all_parts():
+    stream = Stream(small_data(60))
+    train(open_run(data=stream))
+    assert stream.passes == STEPS // 2
+    with pytest.raises(ValueError, match="the stream ended before it gave every index"):
+        train(open_run(data=Stream(small_data(30))))
+
+
+@pytest.mark.parametrize("change", [lambda rows: rows.pop(0), lambda rows: rows.append(rows[0])])
+def test_a_data_set_that_changes_its_length_during_the_run_is_refused(change):
+    rows = list(small_data(60))
+    training = train(open_run(data=rows), until=3)
+    training._batches.forget()  # as a step that fails does
+    change(rows)
+    with pytest.raises(ValueError, match=r"^len\(data\)=.*was 60 when the run began"):
+        train(training)
+
+
+@pytest.mark.parametrize(("size", "told"), [(7, True), (20, False), (1, False)])
+def test_a_batch_size_that_is_not_used_is_named_once(size, told):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        open_run(data=DataLoader(small_data(60), batch_size=size))
+    found = [str(each.message) for each in said if "DataLoader" in str(each.message)]
+    assert found == told * [
+        f"DataLoader(batch_size={size}): not used; the plan draws the batches, of about 20 examples"
+    ]
+
+
+# --- what is refused ---------------------------------------------------------------------------------------
+
+
+def lbfgs():
+    return {"optimizer": torch.optim.LBFGS(small_model().parameters())}
+
+
+def of_others():
+    model = small_model()
+    return {
+        "model": model,
+        "optimizer": torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))], lr=0.1),
+    }
+
+
+def other_schedule():
+    return {"scheduler": lr_scheduler.StepLR(torch.optim.SGD(small_model().parameters(), lr=0.1), 3)}
+
+
+def frozen():
+    model = small_model().requires_grad_(False)
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+
+REFUSED = {
+    "^clip_norm=0": {"clip_norm": 0},
+    "^clip_norm=nan": {"clip_norm": float("nan")},
+    "^clip_norm='1'": {"clip_norm": "1"},
+    "^clipping='fast': must be one of": {"clipping": "fast"},
+    "^micro_batch=0": {"micro_batch": 0},
+    "^save_every=0": {"save_every": 0},
+    "^workers=-1": {"workers": -1},
+    "^model='str': must be a torch.nn.Module": {"model": "x", "optimizer": 1},
+    "^losses='CrossEntropyLoss': must be a function": {"losses": nn.CrossEntropyLoss()},
+    "^optimizer='str': must be a torch.optim.Optimizer": {"optimizer": "x"},
+    "^optimizer='LBFGS'": lbfgs,
+    "^optimizer: holds parameters that are not the model's": of_others,
+    "^optimizer: holds no trainable parameter": frozen,
+    "^scheduler='StepLR': is for another optimizer": other_schedule,
+    "^scheduler='str'": {"scheduler": "cosine"},
+    "^also=": {"also": {"average": 1}},
+    "^data='int'": {"data": 7},
+    "^workers=1: must be 0": {"data": Stream(small_data(60)), "workers": 1},
+    "^key='bytes': must be a bandmf.Key": {"key": bytes(32)},
+    r"^len\(data\)=50|^examples|must be the plan's examples=60": {"data": small_data(50)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_every_argument_is_checked_and_nothing_is_left_locked(sentence, tmp_path):
+    given = REFUSED[sentence]
+    with pytest.raises(ValueError, match=sentence) as kept:
+        open_run(folder=tmp_path / "run", **(given() if callable(given) else given))
+    assert kept.tb is not None  # it holds the frames, and what they hold
+    assert not (tmp_path / "run" / "ledger.jsonl").exists()
+    assert train(open_run(folder=tmp_path / "run")).finished
+
+
+def test_something_else_in_place_of_a_plan_gets_one_sentence():
+    with pytest.raises(ValueError, match=r"plan='dict': must be a Plan; make one with bandmf\.plan"):
+        Training(small_model(), losses, None, small_data(), {"epsilon": 8}, clip_norm=1.0)
+
+
+def test_saving_needs_a_folder():
+    with pytest.raises(ValueError, match="save_every=3: there is nowhere to save"):
+        open_run(save_every=3)
+    with pytest.raises(ValueError, match="folder=None: there is nowhere to save"):
+        open_run().save()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"folder='.*/file/run': cannot be made .*; give another folder"):
+        open_run(folder=tmp_path / "file" / "run")
+
+
+# --- how a run ends ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", [True, False])
+def test_an_optimizer_that_fails_is_known_and_the_way_on_is_named(folder, tmp_path, expected):
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    training = open_run(model, optimizer, folder=tmp_path if folder else None)
+    train(training, until=4)
+    handle = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        training.advance()
+    handle.remove()
+    way = "construct Training again with this folder" if folder else "without a folder it cannot go on"
+    for act in (training.advance, *([training.save] if folder else [])):
+        with pytest.raises(RuntimeError, match=f"step=5: was released, but an error kept it.*{way}"):
+            act()
+    training.close()
+    if folder:
+        assert torch.equal(weights(train(open_run(folder=tmp_path)).model), expected)
+
+
+def test_losses_that_fail_once_leave_the_step_to_be_taken_again(expected):
+    calls = []
+
+    def fickle(model, batch):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyError("a mistake of the user's")
+        return losses(model, batch)
+
+    training = open_run(losses=fickle)
+    with pytest.raises(KeyError):
+        train(training)
+    assert training.steps_taken == 3
+    assert torch.equal(weights(train(training).model), expected)
+
+
+def said(caplog):
+    return [each.message for each in caplog.records if "the run ended after step" in each.message]
+
+
+@pytest.mark.parametrize("end", ["closed", "with", "error", "forgotten"])
+def test_a_run_that_ends_unfinished_says_so_once(end, caplog):
+    caplog.set_level(logging.WARNING, "bandmf")
+    training = train(open_run(), until=3)
+    if end == "closed":
+        training.close()
+        training.close()
+    elif end == "with":
+        with training:
+            pass
+    elif end == "error":
+        with pytest.raises(KeyError), training:
+            raise KeyError
+    if end != "forgotten":
+        with pytest.raises(RuntimeError, match="this run was closed; construct Training again"):
+            training.advance()
+    del training
+    assert said(caplog) == [f"the run ended after step 3 of {STEPS}: the noise was planned for all of them"]
+
+
+def test_a_run_that_ends_with_its_plan_says_nothing(caplog):
+    caplog.set_level(logging.WARNING, "bandmf")
+    with open_run() as training:
+        train(training)
+    assert not caplog.records
+
+
+def test_weights_that_are_not_finite_any_more_are_warned_of(caplog):
+    model = small_model()
+    train(open_run(model, torch.optim.SGD(model.parameters(), lr=1e38), clip_norm=1e6))
+    assert any("weights are not finite any more" in each.message for each in caplog.records)
+
+
+def test_dropout_in_eval_mode_is_noted(caplog):
+    open_run(small_model(dropout=0.5).eval())
+    assert "is in eval mode, so it is trained without dropout" in caplog.text
+
+
+def test_a_run_shows_where_it_is(tmp_path):
+    training = train(open_run(folder=tmp_path), until=2)
+    assert repr(training) == (
+        f"Training(Sequential: step 2 of {STEPS}, epsilon=inf at delta=1e-06, folder={str(tmp_path)!r})"
     )
-    assert found.refused is None
-    torch.testing.assert_close(found.total, expected.total, rtol=1e-4, atol=1e-6)
-
-
-def test_copies_of_the_model_have_their_own_zero_grad():
-    private = private_of(small_net(), vectors())
-    for twin in (copy.deepcopy(private.model), pickle.loads(pickle.dumps(private.model))):
-        assert twin.zero_grad.__func__ is nn.Module.zero_grad
-        assert twin.zero_grad.__self__ is twin
-    private.close()
-    assert "zero_grad" not in vars(private.model)
-
-
-@pytest.mark.parametrize("self_test", [True, False])
-@pytest.mark.parametrize("mode", MODES)
-def test_a_layer_that_is_frozen_during_the_run_is_refused(mode, self_test):
-    """It would move by noise alone, though torch's optimizers leave frozen layers where they are."""
-    private = private_of(small_net(), vectors(), steps=5, clipping=mode, self_test=self_test)
-
-    def loop(private, batch):
-        if private.steps_taken == 2:
-            private.model[0].requires_grad_(False)
-        plain(private, batch)
-
-    with pytest.raises(RuntimeError, match=r"model: '0\.weight' was frozen after make_private"):
-        trained_weights(private, loop)
-    assert private.steps_taken == 2
-
-
-def test_a_layer_that_is_frozen_before_the_rehearsals_is_refused():
-    private = private_of(small_net(), vectors())
-    private.model[0].requires_grad_(False)
-    with pytest.raises(RuntimeError, match=r"model: '0\.weight' was frozen after make_private"):
-        trained_weights(private)
-
-
-def test_a_layer_that_is_frozen_between_batches_only_is_trained():
-    """As loops with two models do it."""
-
-    def loop(private, batch):
-        private.model.requires_grad_(True)
-        plain(private, batch)
-        private.model.requires_grad_(False)
-
-    expected = trained_weights(private_of(small_net(), vectors(), steps=3))
-    found = trained_weights(private_of(small_net(), vectors(), steps=3), loop)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-
-
-class Fickle(nn.Module):
-    """Draws by itself, so that its rehearsals are in evaluation mode."""
-
-    def forward(self, x):
-        return x + 0.1 * torch.rand(()) if self.training else x
-
-
-def copied_in_rehearsals(mode, copied, layer):
-    """A copy of a model after each of its rehearsals, and the run."""
-    model, copies = nn.Sequential(nn.Linear(6, 8), layer, nn.Linear(8, 4)), []
-    private = private_of(model, vectors(), clipping=mode)
-
-    def loop(private, batch):
-        if private.loader.rehearsals:
-            copies.append(copied(private.model))
-        plain(private, batch)
-
-    trained_weights(private, loop)
-    return copies, private
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-@pytest.mark.parametrize("layer", [nn.Dropout(0.5), Fickle()])
-@pytest.mark.parametrize("mode", ["bookkeeping", "hooks"])
-def test_copies_that_are_made_in_rehearsals_are_ordinary_models(mode, copied, layer):
-    copies, private = copied_in_rehearsals(mode, copied, layer)
-    assert len(copies) == 9
-    ones = torch.ones(16, 6)
-    for twin in copies:
-        twin.train()
-        assert not torch.equal(twin(ones), twin(ones))  # its layer draws
-        assert twin[1].training  # and stays in training mode
-        twin(ones).sum().backward()
-        assert all(p.grad is not None for p in twin.parameters())
-    assert private.finished
-
-
-class Prefixed(nn.Module):
-    """A parameter of the model itself, beside dropout."""
-
-    def __init__(self, drop):
-        super().__init__()
-        self.shift, self.drop, self.net = nn.Parameter(torch.zeros(6)), drop, small_net()
-
-    def forward(self, x):
-        return self.net(self.drop(x + self.shift))
-
-
-def by_function(x):
-    return functional.dropout(x, 0.1)
-
-
-def test_auto_names_the_way_out_where_hooks_cannot_clip_either():
-    """It said to use book-keeping, which it had just left."""
-    with pytest.warns(UserWarning, match="Opacus's hooks clip this model"):
-        refused = outcome(Prefixed(by_function), vectors(), "auto").refused
-    assert refused.startswith("clipping: Opacus's hooks cannot give the gradients of single examples of ''")
-    assert refused.endswith("put it into a module of its own, whose forward uses it, or freeze it")
-    assert "clipping='bookkeeping'" not in refused
-    alone = outcome(Prefixed(by_function), vectors(), "hooks").refused
-    assert "clipping='bookkeeping'" in alone
+    assert "Not verified" in training.explain()

@@ -47,20 +47,20 @@ def small_model(dtype=None, dropout=0.0):
     return nn.Sequential(*layers).to(dtype)
 
 
-def train(private, until=None):
-    """An ordinary loop, to the end of the plan or until a step."""
-    criterion = private.criterion
-    while not private.finished:
-        for x, y in private.loader:
-            private.optimizer.zero_grad()
-            loss = criterion(private.model(x), y)
-            loss.backward()
-            private.optimizer.step()
-            if private.scheduler is not None:
-                private.scheduler.step()
-            if private.steps_taken == until:
-                return private
-    return private
+def losses(model, batch):
+    """One loss for each example of a batch (x, label)."""
+    from torch.nn import functional
+
+    x, y = batch
+    return functional.cross_entropy(model(x), y, reduction="none")
+
+
+def train(training, until=None):
+    """To the end of the plan, or until a step was taken."""
+    for step in training:
+        if step == until:
+            break
+    return training
 
 
 def weights(model):
