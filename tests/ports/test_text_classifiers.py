@@ -242,6 +242,27 @@ def test_recurrent_classifier_of_the_last_hidden_state():
     fit(LastHidden(), rate=2e-2, collate=padded_alike)
 
 
+class LearnedStart(Recurrent):
+    """The first state is a parameter, whose second dimension counts the examples."""
+
+    def __init__(self, kind, width=16):
+        super().__init__(kind, width)
+        self.start = nn.Parameter(0.5 * torch.randn(1, 1, width))
+
+    def forward(self, words, lengths):
+        start = self.start.expand(-1, len(words), -1).contiguous()
+        state = (start, torch.zeros_like(start)) if isinstance(self.recurrent, nn.LSTM) else start
+        output, _ = self.recurrent(self.words(words), state)
+        return self.head(output[torch.arange(len(words)), lengths - 1])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_learned_initial_state(kind):
+    torch.manual_seed(0)
+    fit(LearnedStart(kind), rate=2e-2)
+
+
 class PackedLSTM(Recurrent):
     def forward(self, words, lengths):
         packed = pack_padded_sequence(self.words(words), lengths, batch_first=True, enforce_sorted=False)
