@@ -5,21 +5,27 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bandmf.torch import make_private
-from training import simple_plan, small_data
+from bandmf.torch import Training
+from training import simple_plan, small_data, weights
 
 PLAN = simple_plan(steps=12, noise_multiplier=1.0)
 RATE, CLIP = 0.25, 0.5
 
 
-def open_run(folder=None, data=None, plan=PLAN, **options):
+def losses(model, batch):
+    x, y = batch
+    return nn.functional.cross_entropy(model(x), y, reduction="none")
+
+
+def open_run(folder=None, data=None, plan=PLAN, model=None, **options):
     """A run whose released sums can be read off the weights: a linear model and plain SGD."""
     torch.manual_seed(3)
-    model = nn.Linear(8, 3)
+    model = nn.Linear(8, 3) if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    options = {"clip_norm": CLIP, "criterion": nn.CrossEntropyLoss(), **options}
-    data = small_data() if data is None else data
-    return make_private(model, optimizer, data, plan, run_folder=folder, **options)
+    options = {"clip_norm": CLIP, "verify": False, **options}
+    return Training(
+        model, losses, optimizer, small_data() if data is None else data, plan, folder=folder, **options
+    )
 
 
 def other_data():
@@ -29,36 +35,32 @@ def other_data():
     return data
 
 
+def stepper(training):
+    """The inner state of a run, which users never see."""
+    return training._stepper
+
+
 class Watch:
     """Records, step by step, the clipped sums (`true`) and what the loop released (`released`), flat."""
 
-    def __init__(self, private):
-        self.private, self.true, self.released = private, [], []
-        record = private.stepper._record
+    def __init__(self, training):
+        self.training, self.true, self.released = training, [], []
+        record = stepper(training)._record
 
-        def watched(piece):
-            record(piece)
-            views = private.stepper.sums.views
-            self.true.append(
-                torch.cat([views[name].flatten() for name in private.stepper.parameters]).clone()
-            )
+        def watched(step):
+            record(step)
+            views = stepper(training).sums.views
+            self.true.append(torch.cat([view.flatten() for view in views.values()]).clone())
 
-        private.stepper._record = watched
+        stepper(training)._record = watched
 
     def train(self, until=None):
-        private = self.private
-        while not private.finished:
-            for x, y in private.loader:
-                private.optimizer.zero_grad()
-                private.criterion(private.model(x), y).backward()
-                private.optimizer.step()
-                if not private.optimizer.stepped:  # the self-test releases nothing
-                    continue
-                parameters = private.stepper.parameters.values()
-                gradient = torch.cat([p.grad.flatten() for p in parameters])
-                self.released.append(gradient * private.plan.batch_size)
-                if private.steps_taken == until:
-                    return self
+        training = self.training
+        while not training.finished and training.steps_taken != until:
+            before = weights(training.model).double()
+            training.advance()
+            moved = before - weights(training.model).double()
+            self.released.append((moved / RATE * training.plan.batch_size).float())
         return self
 
     @property

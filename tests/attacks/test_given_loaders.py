@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 from torch.utils import data as torch_data  # noqa: E402
 
 import bandmf.torch  # noqa: E402
-from training import simple_plan, small_data, small_model, train  # noqa: E402
+from training import simple_plan, small_data, small_model  # noqa: E402
 
 ROWS = list(range(300))  # the other 100 are held out
 
@@ -30,7 +30,6 @@ class Pairs(torch_data.BatchSampler):
 LOADERS = {
     "subset": lambda data: {"sampler": torch_data.SubsetRandomSampler(ROWS)},
     "weights": lambda data: {"sampler": torch_data.WeightedRandomSampler([1.0] * 300 + [0.0] * 100, 400)},
-    "ranks": lambda data: {"sampler": torch_data.DistributedSampler(data, num_replicas=2, rank=0)},
     "replacement": lambda data: {"sampler": torch_data.RandomSampler(data, replacement=True)},
     "fewer": lambda data: {"sampler": torch_data.RandomSampler(data, num_samples=100)},
     "beginning": lambda data: {"sampler": torch_data.SequentialSampler(ROWS)},
@@ -43,12 +42,16 @@ LOADERS = {
 }
 
 
-def private_run(loader, **changes):
+def losses(model, batch):
+    x, y = batch
+    return torch.nn.functional.cross_entropy(model(x), y, reduction="none")
+
+
+def run_of(loader, **changes):
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    plan = simple_plan(**changes)
-    return bandmf.torch.make_private(
-        model, optimizer, loader, plan, clip_norm=1.0, criterion=torch.nn.CrossEntropyLoss()
+    return bandmf.torch.Training(
+        model, losses, optimizer, loader, simple_plan(**changes), clip_norm=1.0, verify=False
     )
 
 
@@ -57,13 +60,13 @@ def test_a_loader_that_chooses_rows_is_refused(name):
     data = small_data()
     loader = torch_data.DataLoader(data, **LOADERS[name](data))
     with pytest.raises(ValueError, match=r"torch\.utils\.data\.Subset\(dataset, indices\)"):
-        private_run(loader)
+        run_of(loader)
 
 
 def test_a_loader_of_ready_made_batches_is_refused():
     loader = torch_data.DataLoader(small_data(), batch_size=None)
-    with pytest.raises(ValueError, match="give make_private a data set of single examples"):
-        private_run(loader)
+    with pytest.raises(ValueError, match="give Training a data set of single examples"):
+        run_of(loader)
 
 
 def test_the_remedy_trains_on_the_chosen_rows_alone():
@@ -71,17 +74,25 @@ def test_the_remedy_trains_on_the_chosen_rows_alone():
     inputs, labels = small_data().tensors
     inputs[300:] = float("nan")
     subset = torch_data.Subset(torch_data.TensorDataset(inputs, labels), ROWS)
-    private = train(private_run(torch_data.DataLoader(subset, batch_size=7, shuffle=True), examples=300))
-    assert private.finished
-    assert all(torch.isfinite(parameter).all() for parameter in private.model.parameters())
+    training = run_of(torch_data.DataLoader(subset, batch_size=7, shuffle=True), examples=300)
+    assert len(list(training)) == training.plan.steps
+    assert all(torch.isfinite(parameter).all() for parameter in training.model.parameters())
 
 
 @pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"shuffle": True, "drop_last": True}])
 def test_a_loader_over_all_rows_is_taken(options):
-    assert train(private_run(torch_data.DataLoader(small_data(), batch_size=32, **options))).finished
+    training = run_of(torch_data.DataLoader(small_data(), batch_size=32, **options))
+    assert len(list(training)) == training.plan.steps
 
 
 def test_all_rows_in_random_order_by_an_explicit_sampler_are_taken():
     data = small_data()
     loader = torch_data.DataLoader(data, sampler=torch_data.RandomSampler(data, num_samples=400))
-    assert train(private_run(loader)).finished
+    assert len(list(run_of(loader))) == simple_plan().steps
+
+
+def test_a_sampler_that_shares_rows_among_ranks_is_taken():
+    """Torch's DistributedSampler would have shared all rows among the ranks; the plan's batches are shared as well."""
+    data = small_data()
+    loader = torch_data.DataLoader(data, sampler=torch_data.DistributedSampler(data, num_replicas=2, rank=0))
+    assert len(list(run_of(loader))) == simple_plan().steps
