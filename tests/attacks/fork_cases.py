@@ -12,7 +12,7 @@ import traceback
 from functools import partial
 
 import pytest
-from releases import Watch, open_run
+from releases import Watch, open_run, stepper
 from test_noise_used_twice import begun
 
 
@@ -39,7 +39,7 @@ def in_a_fork(action):
 def test_a_fork_of_a_run_releases_nothing(tmp_path, where):
     watch = Watch(open_run(tmp_path if where == "folder" else None)).train(3)
     assert "a fork of it: both would use the same noise" in in_a_fork(lambda: watch.train(4))
-    withdraw = watch.private.ledger.withdraw
+    withdraw = stepper(watch.training).ledger.withdraw
     assert "a fork of it" in in_a_fork(lambda: withdraw(0, "nobody saw it"))
     watch.train(5)
 
@@ -85,9 +85,14 @@ def test_a_crash_while_a_run_begins_bricks_nothing(tmp_path):
     interrupted = 0
     while dies(interrupted + 1, partial(open_run, folder := tmp_path / str(interrupted))):
         interrupted += 1
-        Watch(open_run(folder)).train(1).private.close()
-        Watch(open_run(folder)).train(1).private.close()
-        assert sorted(path.name for path in folder.iterdir()) == ["key", "ledger.jsonl", "plan.json"]
+        Watch(open_run(folder)).train(1).training.close()
+        assert open_run(folder).steps_taken == 1
+        assert sorted(path.name for path in folder.iterdir()) == [
+            "checkpoints",
+            "key",
+            "ledger.jsonl",
+            "plan.json",
+        ]
     assert interrupted >= 8
 
 
@@ -100,9 +105,8 @@ def test_a_crash_while_a_copy_begins_bricks_nothing(tmp_path):
         if not dies(interrupted + 1, partial(open_run, folder, moved="copied")):
             break
         began = json.loads((folder / "ledger.jsonl").read_text().splitlines()[0])["run_id"] != original
-        private = open_run(folder, moved=None if began else "copied")
-        assert private.resume()
-        assert private.steps_taken == 0
-        assert private.run_id != original
-        private.close()
+        training = open_run(folder, moved=None if began else "copied")
+        assert training.steps_taken == 0
+        assert training._opened.run_id != original
+        training._let_go()
     assert interrupted >= 4

@@ -17,7 +17,7 @@ from torch import nn
 
 import bandmf
 from bandmf import strategies
-from bandmf.torch import make_private
+from bandmf.torch import Training
 from sweeps import some_long
 
 EPSILON, DELTA = 1.0, 0.02
@@ -45,19 +45,21 @@ def one_hot():
     return torch.utils.data.TensorDataset(torch.eye(EXAMPLES, 2 * EXAMPLES))
 
 
+def losses(model, batch):
+    return model(batch[0])
+
+
 def releases(plan, adaptive, noise=1.0):
     """(coordinates with an example, steps) and the same without: noisy sums of one run."""
     model = Coordinates(adaptive)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    private = make_private(model, optimizer, one_hot(), plan, clip_norm=1.0, self_test=False)
-    private.stepper.scale *= noise
-    found = []
-    while not private.finished:
-        for (x,) in private.loader:
-            private.optimizer.zero_grad()
-            private.model(x).mean().backward()
-            private.optimizer.step()
-            found.append(plan.batch_size * model.weight.weight.grad[0].numpy().astype(float))
+    training = Training(model, losses, optimizer, one_hot(), plan, clip_norm=1.0, verify=False)
+    training._stepper.scale *= noise
+    found, before = [], np.zeros(2 * EXAMPLES)
+    for _ in training:
+        after = model.weight.weight[0].detach().numpy().astype(float)
+        found.append(plan.batch_size * (before - after))  # a learning rate of one
+        before = after
     found = np.array(found).T
     return found[:EXAMPLES], found[EXAMPLES:]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -11,18 +12,17 @@ import stat
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from releases import CLIP, PLAN, RATE, Watch, open_run
+from releases import CLIP, PLAN, RATE, Watch, open_run, stepper
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from bandmf import Key
 from bandmf.ledger import seal
-from bandmf.torch import make_private
 from bandmf.torch.noise import sealing
 from bandmf.torch.training import random_state
 from bandmf.torch.training.generators import Generators
-from training import same_run, simple_plan, small_data, small_model, train
+from training import same_run, simple_plan, small_model, weights
 
 
 def stolen(folder):
@@ -51,8 +51,7 @@ def recovered(before, after, slot):
 def error_of_the_attack(folder):
     """How far the best slot's answer is from the clipped sum of step 5, in units of the noise's own size."""
     watch = Watch(open_run(folder, save_every=1, plan=PLAN)).train(6)
-    watch.private.save()
-    watch.private.close()
+    watch.training.close()
     before, after = (stolen(path) for path in seal.checkpoints(folder / "checkpoints"))
     slots = len(after["noise.history.bias"])
     assert slots == PLAN.bands - 1
@@ -70,48 +69,36 @@ def test_the_attack_works_on_a_history_in_the_clear(tmp_path, monkeypatch):
     assert error_of_the_attack(tmp_path) < 1e-4
 
 
-def test_a_state_dict_does_not_hold_the_noise():
-    private = Watch(open_run()).train(5).private
-    mine = private.stepper.noise.history
-    before = {name: vectors.clone() for name, vectors in mine.items()}
-    taken = private.state_dict()["noise"]["history"]
-    for name, vectors in taken.items():
-        alike = vectors.reshape(mine[name].shape) == mine[name]
-        assert float(alike.float().mean()) < 0.1
-        assert torch.equal(mine[name], before[name])  # the run's own is as it was
-
-
-def test_noise_of_another_step_of_the_run_is_refused(tmp_path):
-    private = open_run(tmp_path, plan=PLAN)
-    states = [train(private, until=step).state_dict() for step in (2, 3)]
-    states[1]["noise"] = states[0]["noise"]
-    with pytest.raises(ValueError, match="must be of step 3"):
-        private.load_state_dict(states[1])
+def sealed(training):
+    """What a checkpoint holds, as it is written."""
+    return training._saved._sealed()
 
 
 def test_no_stream_is_used_for_two_checkpoints(tmp_path):
     """Of the same run, step and contents, too: else one that is written after withdraw() would reveal another."""
-    private = Watch(open_run(tmp_path)).train(5).private
-    states = [private.state_dict()["noise"] for _ in range(2)]
-    assert states[0]["seal"]["salt"] != states[1]["seal"]["salt"]
-    pads = []
-    for state in states:
-        for name, vectors in private.stepper.noise.history.items():
-            pads.append(state["history"][name].view(torch.int32) ^ vectors.view(torch.int32))
-    for one, two in ((pads[0], pads[2]), (pads[1], pads[3])):
-        assert float((one == two).float().mean()) < 0.05
+    training = Watch(open_run(tmp_path)).train(5).training
+    mine, salts, pads = stepper(training).noise.history, [], []
+    plain = {name: vectors.clone() for name, vectors in mine.items()}
+    for _ in range(2):
+        with sealed(training) as state:
+            salts.append(state["noise"]["seal"]["salt"])
+            pads.append({name: mine[name].view(torch.int32) ^ plain[name].view(torch.int32) for name in mine})
+    assert salts[0] != salts[1]
+    for name in mine:
+        assert float((pads[0][name] == pads[1][name]).float().mean()) < 0.05
+        assert torch.equal(mine[name], plain[name])  # the run's own is as it was
 
 
-def test_an_interrupted_encryption_is_noticed(monkeypatch):
+def test_an_interrupted_encryption_is_noticed(tmp_path, monkeypatch):
     """Half of the history would be no noise: the run must not go on with it."""
-    watch = Watch(open_run()).train(5)
+    watch = Watch(open_run(tmp_path)).train(5)
 
     def interrupted(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sealing._Stream, "words", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        watch.private.state_dict()
+        watch.training.save()
     monkeypatch.undo()
     with pytest.raises(RuntimeError, match="was interrupted while it wrote"):
         watch.train(6)
@@ -124,38 +111,17 @@ def test_a_failed_save_leaves_the_run_as_it_was(tmp_path, monkeypatch):
         watch = Watch(open_run(tmp_path / "two", key=key)).train(5)
     monkeypatch.setattr(os, "fsync", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
-        watch.private.save()
+        watch.training.save()
     monkeypatch.undo()
     watch.train()
-    assert all(torch.equal(*pair) for pair in zip(whole.released, watch.released, strict=True))
-
-
-@pytest.mark.parametrize("where", ["history", "tag", "salt", "plain"])
-def test_a_state_that_was_tampered_with_is_refused(where):
-    watch = Watch(open_run()).train(5)
-    state = watch.private.state_dict()
-    if where == "history":
-        state["noise"]["history"]["weight"].view(torch.int32)[1, 3] ^= 1 << 31
-    elif where == "plain":
-        state["noise"] = watch.private.stepper.engine.state_dict(watch.private.stepper.noise)
-    else:
-        state["noise"]["seal"][where] = "00" * 16
-    with pytest.raises(ValueError, match=r"noise history=.*its tag does not fit"):
-        watch.private.load_state_dict(state)
-    with pytest.raises(RuntimeError, match="load the last checkpoint"):  # nor is garbage used as noise
-        watch.train(6)
+    assert torch.equal(weights(whole.training.model), weights(watch.training.model))
 
 
 # --- how many examples a batch has ----------------------------------------------------------------------
 
 
 def dropout_run(folder, **options):
-    model = small_model(dropout=0.5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    return make_private(
-        model, optimizer, small_data(), PLAN, clip_norm=CLIP, criterion=nn.CrossEntropyLoss(),
-        run_folder=folder, **options,
-    )  # fmt: skip
+    return open_run(folder, model=small_model(dropout=0.5), **options)
 
 
 def generators(folder):
@@ -184,10 +150,9 @@ def size_of_a_batch(before, after):
 
 def attacked_size(folder):
     """What the attack says of the batch between the last two checkpoints, and its true size."""
-    private = train(dropout_run(folder, save_every=1), until=6)
-    sizes = [len(private.stepper.sampler.batch(step)) for step in range(12)]
-    private.save()
-    private.close()
+    training = Watch(dropout_run(folder, save_every=1)).train(6).training
+    sizes = [len(stepper(training).sampler.batch(step)) for step in range(12)]
+    training.close()
     return size_of_a_batch(*map(generators, seal.checkpoints(folder / "checkpoints"))), sizes[5]
 
 
@@ -198,41 +163,22 @@ def test_two_checkpoints_do_not_reveal_how_many_examples_a_batch_has(tmp_path):
 def test_the_attack_counts_examples_if_generators_are_in_the_clear(tmp_path, monkeypatch):
     """And if batches drew from the user's own, as they would if nothing was lent to them."""
     monkeypatch.setattr(random_state.RandomState, "sealed", lambda state, *_: state._cpu)
-    for name in ("lend", "check", "give_back"):
-        monkeypatch.setattr(Generators, name, lambda *_: None)
+    monkeypatch.setattr(Generators, "lent", lambda *_: contextlib.nullcontext())
     found, true = attacked_size(tmp_path)
     assert found == true
 
 
-def test_a_state_dict_does_not_hold_the_generators():
-    private = train(dropout_run(None), until=3)
-    states = [private.state_dict()["random"]["0"] for _ in range(2)]
+def test_a_checkpoint_does_not_hold_the_generators(tmp_path):
+    training = Watch(dropout_run(tmp_path)).train(3).training
+    states = []
+    for _ in range(2):
+        with sealed(training) as state:
+            states.append(state["random"]["0"])
     now = torch.get_rng_state()
     for state in states:
         assert len(state) > len(now)
         assert now.numpy().tobytes() not in state.numpy().tobytes()
     assert float((states[0] == states[1]).float().mean()) < 0.05  # each has a nonce of its own
-
-
-@pytest.mark.parametrize("how", ["a bit", "another step", "another run", "in the clear"])
-def test_generators_that_were_tampered_with_are_refused_before_anything_changes(how):
-    private = train(dropout_run(None), until=3)
-    earlier = private.state_dict()["random"]
-    train(private, until=5)
-    state = private.state_dict()
-    if how == "a bit":
-        state["random"]["0"][40] ^= 1
-    elif how == "another step":
-        state["random"] = earlier
-    elif how == "another run":
-        state["random"] = train(dropout_run(None), until=5).state_dict()["random"]
-    else:
-        state["random"] = {"0": {"cpu": torch.get_rng_state(), "cuda": []}}
-    before = [parameter.clone() for parameter in private.model.parameters()]
-    state["model"] = {name: tensor + 1 for name, tensor in state["model"].items()}
-    with pytest.raises(ValueError, match=r"state\['random'\].*changed after it was written"):
-        private.load_state_dict(state)
-    assert all(torch.equal(*pair) for pair in zip(before, private.model.parameters(), strict=True))
 
 
 # --- what is executed -----------------------------------------------------------------------------------
@@ -249,9 +195,7 @@ class Malicious:
 
 
 def saved(folder):
-    private = Watch(open_run(folder)).train(5).private
-    private.save()
-    private.close()
+    Watch(open_run(folder)).train(5).training.close()
     return seal.checkpoints(folder / "checkpoints")[-1]
 
 
@@ -260,7 +204,7 @@ def test_nothing_of_a_changed_checkpoint_is_executed(tmp_path, name):
     folder, proof = saved(tmp_path / "run"), tmp_path / "executed"
     (folder / name).write_bytes(pickle.dumps(Malicious(proof)))
     with pytest.raises(ValueError, match=f"{name}: was changed after it was written"):
-        open_run(tmp_path / "run").resume()
+        open_run(tmp_path / "run")
     assert not proof.exists()
 
 
@@ -269,32 +213,32 @@ def test_the_attack_works_on_a_checkpoint_without_a_seal(tmp_path, monkeypatch):
     (folder / ".metadata").write_bytes(pickle.dumps(Malicious(proof)))
     monkeypatch.setattr(seal, "changed", lambda *_: [])
     with pytest.raises(AttributeError, match=r"state_dict_metadata|planner_data"):
-        open_run(tmp_path / "run").resume()
+        open_run(tmp_path / "run")
     assert proof.exists()
 
 
 def test_files_of_two_checkpoints_cannot_be_exchanged(tmp_path):
-    Watch(open_run(tmp_path, save_every=2)).train().private.close()
+    Watch(open_run(tmp_path, save_every=2)).train().training.close()
     older, newer = seal.checkpoints(tmp_path / "checkpoints")
     shutil.copy(older / "__0_0.distcp", newer / "__0_0.distcp")
     with pytest.raises(ValueError, match=r"__0_0.distcp: was changed"):
-        open_run(tmp_path).resume()
+        open_run(tmp_path)
 
 
-class Schedule:
-    """A scheduler whose state is an object of its own class."""
+class Counter:
+    """Something to save whose state is an object of its own class."""
 
     def state_dict(self):
         return {"mine": self}
 
-    def step(self):
-        pass
+    def load_state_dict(self, state):
+        raise AssertionError("nothing was saved")
 
 
 def test_objects_that_are_not_plain_are_refused_before_they_are_written(tmp_path):
-    private = open_run(tmp_path, scheduler=Schedule())
-    with pytest.raises(ValueError, match="scheduler: a checkpoint holds tensors, numbers, text"):
-        private.save()
+    training = open_run(tmp_path, also={"counter": Counter()})
+    with pytest.raises(ValueError, match=r"also.counter: a checkpoint holds tensors, numbers, text"):
+        training.save()
     assert not list((tmp_path / "checkpoints").glob("[0-9]*"))
 
 
@@ -323,7 +267,6 @@ def test_checkpoints_are_closed_to_others(tmp_path):
 
 def test_a_strategy_without_history_is_saved_and_resumed(tmp_path):
     plan = simple_plan(steps=6, bands=1)
-    Watch(open_run(tmp_path, plan=plan, save_every=2)).train(5).private.close()
-    private = open_run(tmp_path, plan=plan)
-    assert private.resume()
-    assert private.steps_taken == 4
+    first = Watch(open_run(tmp_path, plan=plan, save_every=2)).train(5).training
+    stepper(first).ledger.close()  # as if it were killed
+    assert open_run(tmp_path, plan=plan).steps_taken == 4

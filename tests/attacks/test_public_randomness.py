@@ -15,10 +15,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset, IterableDataset
 
-from bandmf.torch import make_private
+from bandmf.torch import Training
 from bandmf.torch.training.generators import generator, seed_torch
-from one_at_a_time import MODES
-from private_loops import plain, private_of, run_plan, vectors
+from training import simple_plan
 
 EXAMPLES = 12
 
@@ -64,27 +63,43 @@ class Streamed(IterableDataset):
         return ((index, Augmented()[index]) for index in range(EXAMPLES))
 
 
-def batches_of(private, steps=1):
-    """The inputs of so many steps; nothing of the rehearsals."""
-    found = []
-    for x, y in private.loader:
-        plain(private, (x, y))
-        if private.optimizer.stepped:
-            found.append(x)
-        if private.steps_taken == steps:
-            break
-    return found
+class Seen:
+    """Losses that remember their inputs."""
+
+    def __init__(self):
+        self.inputs = []
+
+    def __call__(self, model, batch):
+        x, y = batch
+        self.inputs.append(x)
+        return functional.cross_entropy(model(x), y, reduction="none")
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_dropout_does_not_draw_from_a_public_seed(mode):
+def run_of(model, data, steps=1, **options):
+    """Every example is in every batch."""
+    seen, optimizer = Seen(), torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = simple_plan(examples=EXAMPLES, batch_size=EXAMPLES, bands=1, noise_multiplier=1e-25, steps=steps)
+    return Training(model, seen, optimizer, data, plan, clip_norm=1.0, verify=False, **options), seen
+
+
+def vectors():
+    generator = torch.Generator().manual_seed(1)
+    return torch.utils.data.TensorDataset(
+        torch.randn(EXAMPLES, 6, generator=generator), torch.arange(EXAMPLES) % 4
+    )
+
+
+@pytest.mark.parametrize("clipping", ["auto", "vmap"])
+def test_dropout_does_not_draw_from_a_public_seed(clipping):
     masks = []
     for _ in range(2):
-        private = private_of(with_dropout(), vectors(EXAMPLES), clipping=mode, self_test=False)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 4))
+        nn.init.ones_(model[0].weight)
+        training, _ = run_of(model, vectors(), clipping=clipping)
         seed_publicly()
-        batches_of(private)
-        masks += private.model[1].masks
-    assert len(masks) == 2
+        before = model[0].weight.detach().clone()
+        training.advance()
+        masks.append(before - model[0].weight.detach())
     assert not torch.equal(*masks)
 
 
@@ -93,9 +108,10 @@ def test_transforms_do_not_draw_from_a_public_seed_nor_from_the_number_of_the_st
     """Neither torch's numbers, nor NumPy's, nor Python's: in workers, and in the process itself."""
     found = []
     for _ in range(2):
-        private = private_of(nn.Linear(6, 4), Augmented(), loader_options={"num_workers": workers})
+        training, seen = run_of(nn.Linear(6, 4), Augmented(), workers=workers)
         seed_publicly()
-        found += batches_of(private)
+        training.advance()
+        found += seen.inputs
     for drawn in (slice(0, 2), slice(2, 4), slice(4, 5)):
         first, second = (x[:, drawn] for x in found)
         assert not (first == second).any()
@@ -104,46 +120,31 @@ def test_transforms_do_not_draw_from_a_public_seed_nor_from_the_number_of_the_st
 
 @pytest.mark.parametrize(("before", "after"), [(0, 0), (2, 0), (0, 1), (2, 2)])
 def test_a_restart_repeats_the_random_numbers_of_its_batches(tmp_path, before, after):
-    """In the middle of an epoch, and with another number of workers."""
-    model, found = with_dropout(), []
+    """With another number of workers, too."""
+    found = []
     for workers in (before, after):
-        private = private_of(
-            model, Augmented(), steps=8, epoch_steps=8, run_folder=tmp_path, save_every=3,
-            loader_options={"num_workers": workers},
-        )  # fmt: skip
-        private.resume()
-        model[1].masks.clear()
-        inputs = batches_of(private, steps=5)
-        private.close()
-        found.append((inputs[-2:], model[1].masks[-2:]))
-    assert len(inputs) == 2, "steps 3 and 4 were taken again"
+        model = with_dropout()
+        training, seen = run_of(model, Augmented(), 8, folder=tmp_path, save_every=3, workers=workers)
+        for step in training:
+            if step == 5:
+                break
+        training._let_go()  # as if it were killed
+        found.append((seen.inputs[-2:], model[1].masks[-2:]))
+    assert len(seen.inputs) == 2, "steps 4 and 5 were taken again"
     for once, again in zip(*found, strict=True):
         assert all(torch.equal(*pair) for pair in zip(once, again, strict=True))
 
 
 def test_a_stream_that_draws_is_repeated_by_a_restart(tmp_path):
-    """The ledger would refuse other sums of the steps that are taken again."""
-    model, plan = with_dropout(), run_plan(EXAMPLES, 6)
-    totals = []
+    inputs = []
     for until in (5, 6):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        private = make_private(
-            model, optimizer, Streamed(), plan, clip_norm=1.0, epoch_steps=6, run_folder=tmp_path, save_every=2
-        )  # fmt: skip
-        private.resume()
-        totals.append(batches_of(private, until))
-        private.close()
-    assert torch.equal(totals[0][4], totals[1][0])
-
-
-def test_one_batch_from_an_iterator_of_its_own_has_secret_numbers_too():
-    masks = []
-    for _ in range(2):
-        private = private_of(with_dropout(), vectors(EXAMPLES), self_test=False)
-        seed_publicly()
-        plain(private, next(iter(private.loader)))
-        masks += private.model[1].masks
-    assert not torch.equal(*masks)
+        training, seen = run_of(with_dropout(), Streamed(), 6, folder=tmp_path, save_every=2)
+        for step in training:
+            if step == until:
+                break
+        training._let_go()
+        inputs.append(seen.inputs)
+    assert torch.equal(inputs[0][4], inputs[1][0])
 
 
 def test_the_numbers_of_the_user_go_on_as_if_nothing_were_trained():
@@ -152,41 +153,36 @@ def test_the_numbers_of_the_user_go_on_as_if_nothing_were_trained():
 
     seed_publicly()
     expected = [draw() for _ in range(3)]
-    private = private_of(with_dropout(), Augmented(), steps=3, epoch_steps=3)
+    training, _ = run_of(with_dropout(), Augmented(), steps=3)
     seed_publicly()
-    found = []
-    for batch in private.loader:
-        plain(private, batch)
-        if private.optimizer.stepped:
-            found.append(draw())
-    assert found == expected
+    assert [draw() for _ in training] == expected
 
 
-@pytest.mark.parametrize("self_test", [True, False])
-def test_after_a_loop_that_failed_the_numbers_of_the_user_go_on(self_test):
-    private = private_of(with_dropout(), vectors(EXAMPLES), self_test=self_test)
+def test_after_losses_that_failed_the_numbers_of_the_user_go_on():
+    def failing(model, batch):
+        torch.rand(5)
+        raise ValueError("planted")
+
+    training, _ = run_of(with_dropout(), vectors())
+    training._stepper._losses = failing
     seed_publicly()
     expected = torch.rand(3)
     seed_publicly()
-    for _ in private.loader:
-        torch.rand(5)
-        break  # as an error would
-    private.stepper.abandon()
+    with pytest.raises(ValueError, match="planted"):
+        training.advance()
     assert torch.equal(torch.rand(3), expected)
 
 
-@pytest.mark.parametrize("self_test", [True, False])
-def test_to_seed_torch_within_a_batch_is_refused(self_test):
-    private = private_of(with_dropout(), vectors(EXAMPLES), self_test=self_test)
-    batch = next(batches := iter(private.loader))
-    torch.manual_seed(0)
+def test_to_seed_torch_within_losses_is_refused():
+    training, seen = run_of(with_dropout(), vectors())
+    training._stepper._losses = lambda model, batch: (torch.manual_seed(0), seen(model, batch))[1]
     with pytest.raises(RuntimeError, match=r"manual_seed was called .* a torch\.Generator of its own"):
-        plain(private, batch)
-    batches.close()
+        training.advance()
+    assert training.steps_taken == 0
 
 
-def test_pieces_and_steps_have_random_numbers_of_their_own():
-    secret = private_of(with_dropout(), vectors()).stepper.generators.secret
+def test_micro_batches_and_steps_have_random_numbers_of_their_own():
+    secret = run_of(with_dropout(), vectors())[0]._stepper.generators.secret
     calls = [("load", 0, 0), ("model", 0, 0), ("model", 1, 0), ("model", 0, 1), ("load", 1, 0)]
     assert len({secret(*call) for call in calls}) == len(calls)
 

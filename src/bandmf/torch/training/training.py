@@ -311,6 +311,7 @@ class Training:
             self._let_go()
 
     def _let_go(self) -> None:
+        self._batches.forget()  # workers are forks, which hold the lock of the folder as well
         if self._opened.ledger is not None:
             self._opened.ledger.close()
 
