@@ -38,11 +38,11 @@ _OPTIONS = (
     ),
     _Option(
         "gradient_accumulation_steps", (1,),
-        "the batch of a step is the plan's, and is cut into pieces that are added up",
+        "the batch of a step is the plan's, and is cut into micro-batches that are added up",
         "leave it out: per_device_train_batch_size= limits memory, bandmf.plan(batch_size=...) sets the batch",
     ),
     _Option(
-        "auto_find_batch_size", _NOTHING, "it would take released steps again, in other pieces",
+        "auto_find_batch_size", _NOTHING, "it would take released steps again",
         "choose per_device_train_batch_size=, which changes no result",
     ),
     _Option("train_sampling_strategy", ("random",), _BATCHES, "leave it out"),
@@ -66,12 +66,12 @@ _OPTIONS = (
         "use_liger_kernel", _NOTHING, "its fused losses hide the gradients of single examples", "leave it out"
     ),
     _Option(
-        "deepspeed", _NOTHING, "it takes gradients and steps out of the hands of the private optimizer",
+        "deepspeed", _NOTHING, "it takes gradients and steps out of the hands of the run",
         "leave it out: processes that torchrun starts train together",
     ),
     _Option(
         "fsdp", _NOTHING, "PrivateTrainer trains replicas only",
-        "leave it out, or use make_private with fully_shard (examples/fsdp.py)",
+        "leave it out, or use bandmf.torch.Training with fully_shard (examples/fsdp.py)",
     ),
     _Option("parallelism_config", _NOTHING, "PrivateTrainer trains replicas only", "leave it out"),
     _Option(
@@ -89,7 +89,7 @@ _OPTIONS = (
     ),
     _Option(
         "enable_jit_checkpoint", _NOTHING, "it saves in the middle of a step",
-        "use run_folder= and save_steps=: a killed run loses nothing but time",
+        "use folder= and save_steps=: a killed run loses nothing but time",
     ),
     _Option("torch_empty_cache_steps", _NOTHING, "is not supported", "leave it out"),
 )  # fmt: skip
@@ -109,7 +109,7 @@ def checked(args: TrainingArguments, plan: Plan) -> TrainingArguments:
     if plan.epochs is not None:
         args.num_train_epochs = plan.epochs
     args.max_grad_norm = 0.0
-    args.save_only_model = True  # the rest of a checkpoint is in the run folder, encrypted
+    args.save_only_model = True  # the rest of a checkpoint is in the folder of the run, encrypted
     return args
 
 

@@ -1,39 +1,40 @@
 """PrivateTrainer: the Trainer of transformers, whose steps are those of a plan.
 
 Guarantees:
-- one step of the Trainer is one step of the plan, whatever the physical batches: `global_step`, the learning-rate
-  schedule, logging, evaluation, saving and the progress bar count plan steps; the self-test counts as none;
+- one step of the Trainer is one update of bandmf.torch.Training: `global_step`, the learning-rate schedule, logging,
+  evaluation, saving and the progress bar count steps of the plan; the Trainer's own calls of optimizer and schedule do
+  nothing;
 - the loss is one for each example, never a mean over the tokens of a batch;
 - nothing that is computed from private batches without noise is logged, printed or saved: no loss, no gradient norm, no
   number of tokens or operations;
-- the noise, the generators and the key are in the run folder alone, as make_private keeps them;
+- the noise, the generators and the key are in the run's folder alone;
 - training that ends before its plan does is an error, unless it was allowed.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from accelerate.utils import send_to_device
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import IterableDataset
-from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+from transformers.optimization import GreedyLR
 from transformers.trainer_utils import TrainOutput
 
-from bandmf import _check
 from bandmf.planning import Plan, checked_plan
 from bandmf.randomness.key import Key
-from bandmf.torch.huggingface import heads, options
-from bandmf.torch.huggingface.progress import Progress
-from bandmf.torch.training.make_private import Private, make_private
-from bandmf.torch.training.whole_steps import Step
+from bandmf.torch.huggingface import arguments, heads, options
+from bandmf.torch.huggingface.facades import OptimizerView, ScheduleView
+from bandmf.torch.huggingface.held_out import HeldOut
+from bandmf.torch.huggingface.progress import History, Progress, Steps
+from bandmf.torch.training.training import Training
 
 _PUBLIC = ("learning_rate", "epoch", "epsilon", "train_runtime")  # what may be logged of training
 _WITHOUT_NOISE = ("loss", "grad_norm", "train_loss", "total_flos")  # what the Trainer logs beside that
@@ -55,87 +56,68 @@ class PrivateTrainer(Trainer):
     >>> trainer.train().global_step  # doctest: +ELLIPSIS
     {'train_runtime': ..., 'epsilon': ..., 'epoch': ...}
     5
-    >>> trainer.private.finished, trainer.spent() <= plan.epsilon
+    >>> trainer.training.finished, trainer.spent() <= plan.epsilon
     (True, True)
 
+    It also goes in front of another Trainer, `class Mine(PrivateTrainer, TheirTrainer)`, if Mine has a method `losses`
+    that gives TheirTrainer's loss for each example: bandmf.torch.huggingface.trl has two of these.
+
     Args:
-        model: What is trained, in place. Freeze what is not to be trained before (`requires_grad_(False)`).
-        args: TrainingArguments. `per_device_train_batch_size` is the physical batch: how many examples are in memory
-            at once. The plan decides about batches and steps. Options that a private run cannot honor are refused.
-        data_collator: As in Trainer, mapping a list of examples to a batch with one row for each.
-        train_dataset: The private examples, by index: as many as the plan says.
-        eval_dataset: Held-out examples; the private ones are refused.
-        processing_class: The tokenizer or processor, as in Trainer.
-        model_init: Is refused, as a run has one model.
-        compute_loss_func: Called with outputs and labels; returns one loss for each example. By default the losses are
-            those of the model's head.
-        compute_metrics: As in Trainer, for evaluation.
-        callbacks: As in Trainer.
-        optimizers: As in Trainer: an optimizer and a scheduler, or None for those of `args`.
+        *given, **named: As in Trainer, with these differences. What is trained is `model`; freeze the rest before
+            (`requires_grad_(False)`). `args.per_device_train_batch_size` is how many examples are in memory at once;
+            the plan decides about batches and steps, and options that a private run cannot honor are refused.
+            `train_dataset` has as many examples as the plan, `eval_dataset` none of them. `compute_loss_func(outputs,
+            labels, num_items_in_batch)` returns one loss for each example; by default the losses are those of the
+            model's head.
         plan: From `bandmf.plan`, for this many examples.
         clip_norm: The norm to which the gradient of every example is clipped.
-        key: Your own secret, instead of a fresh random one.
-        run_folder: Keeps key, ledger and checkpoints, written when the Trainer saves;
-            `train(resume_from_checkpoint=True)` goes on from there. Must be outside `output_dir`.
-        moved: What happened to a run folder that is elsewhere than it was, as in make_private.
-        clipping: How gradients are clipped, as in make_private.
-        per_layer: Clip each parameter tensor on its own, as in make_private.
-        self_test: Begin with rehearsals, which are no steps, that find examples which depend on each other.
+        folder: Keeps key, ledger and checkpoints, written when the Trainer saves, too. A folder that holds a run goes
+            on where it was. Must be outside `output_dir`.
+        key, moved, clipping, per_layer, verify: As in bandmf.torch.Training.
         may_end_early: Let training end before the plan does; otherwise that is an error.
-        **others: Further arguments of Trainer.
 
     Attributes:
-        private: What make_private returned; None before `train()`.
+        training: The bandmf.torch.Training that `train()` has begun; None before.
     """
+
+    arguments_class: ClassVar[type[TrainingArguments]] = TrainingArguments
 
     def __init__(
         self,
-        model: nn.Module,
-        args: TrainingArguments | None = None,
-        data_collator: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        model_init: Any = None,
-        compute_loss_func: Any = None,
-        compute_metrics: Any = None,
-        callbacks: Any = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        *,
+        *given: Any,
         plan: Plan,
         clip_norm: float,
+        folder: str | Path | None = None,
         key: Key | None = None,
-        run_folder: str | Path | None = None,
         moved: str | None = None,
         clipping: str = "auto",
         per_layer: bool = False,
-        self_test: bool = True,
+        verify: bool = True,
         may_end_early: bool = False,
-        **others: Any,
+        **named: Any,
     ) -> None:
         plan = checked_plan(plan)
-        args = options.checked(TrainingArguments("tmp_trainer") if args is None else args, plan)
-        _check_model(model, model_init)
-        _check_folder(run_folder, args)
-        self.private: Private | None = None
-        self.plan, self.may_end_early = plan, may_end_early
+        bound = inspect.signature(super().__init__).bind(*given, **named)
+        arguments.check_one_model(bound.arguments)
+        args = bound.arguments.get("args")
+        args = self.arguments_class("tmp_trainer") if args is None else args
+        bound.arguments["args"] = options.checked(args, plan)
+        arguments.check_folder(folder, args)
+        arguments.check_overrides(type(self), PrivateTrainer)
+        self.training: Training | None = None
+        self.plan, self.folder, self.may_end_early = plan, folder, may_end_early
         self._settings: dict[str, Any] = {
-            "clip_norm": clip_norm, "key": key, "run_folder": run_folder, "moved": moved, "clipping": clipping,
-            "per_layer": per_layer, "self_test": self_test,
+            "clip_norm": clip_norm, "key": key, "folder": folder, "moved": moved, "clipping": clipping,
+            "per_layer": per_layer, "verify": verify,
         }  # fmt: skip
-        self._schedule: Any = None
-        self._evaluating, self._spent, self._noticed = False, (0, 0.0), False
-        super().__init__(
-            model, args, data_collator, train_dataset, eval_dataset, processing_class,
-            compute_loss_func=compute_loss_func, compute_metrics=compute_metrics, callbacks=callbacks,
-            optimizers=optimizers, **others,
-        )  # fmt: skip
+        self._evaluating, self._spent, self._noticed = False, (-1, 0.0), False
+        super().__init__(*bound.args, **bound.kwargs)
         options.check_accelerator(self.args, self.accelerator)
-        if self.compute_loss_func is None:
-            self._example_losses = heads.losses_of(model, args.label_smoothing_factor)
-        _check_data(self.train_dataset, plan)
-        _check_collator(self.data_collator, self_test)
-        self._check_held_out(self.eval_dataset)
+        arguments.check_data(self.model, self.train_dataset, plan)
+        if self.compute_loss_func is None and type(self).losses is PrivateTrainer.losses:
+            self._head = heads.losses_of(self.model, self.args.label_smoothing_factor)
+        self._held_out = HeldOut(self.train_dataset)
+        self._check_held_out("eval_dataset", self.eval_dataset)
 
     # --- the run ------------------------------------------------------------------------------------------
 
@@ -145,110 +127,80 @@ class PrivateTrainer(Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Take all steps of the plan that are left; `resume_from_checkpoint=True` starts at the last checkpoint."""
+        """Take all steps of the plan that are left: a folder that holds a run goes on, as `True` says too."""
         if trial is not None:
             raise _no_search()
-        private = self._open(resume_from_checkpoint)
-        if private.finished:
-            return TrainOutput(private.steps_taken, math.nan, {"epsilon": self.spent()})
-        try:
-            output = super().train(ignore_keys_for_eval=ignore_keys_for_eval)
-        except BaseException:
-            if private.stepper.self_test is not None:
-                private.stepper.self_test.close()  # the Trainer may keep the iterator, and so the rehearsals, alive
-            raise
-        if not private.finished and not self.may_end_early:
+        arguments.check_resume(resume_from_checkpoint, self.folder)
+        if self.training is not None and self.training.finished:
             raise RuntimeError(
-                f"training ended after {private.steps_taken} of the plan's {private.plan.steps} steps (a callback has "
+                f"train(): all {self.plan.steps} steps of the plan were taken; to train longer, make a new plan and "
+                "PrivateTrainer: their privacy adds up"
+            )
+        training = self.training or self._begin()
+        if training.finished:
+            training.close()
+            return TrainOutput(training.steps_taken, math.nan, {"epsilon": self.spent()})
+        output = super().train(ignore_keys_for_eval=ignore_keys_for_eval)
+        if not training.finished and not self.may_end_early:
+            raise RuntimeError(
+                f"training ended after {training.steps_taken} of the plan's {self.plan.steps} steps (a callback has "
                 "stopped it): the noise is that of the whole plan, and more than so few steps need. Go on with "
                 "train(), make a plan with fewer steps, or give PrivateTrainer may_end_early=True; the model holds "
                 f"the weights so far, at epsilon={self.spent():.3g}"
             )
-        if private.finished:
-            private.close()
+        if training.finished:
+            training.close()
         return TrainOutput(output.global_step, math.nan, self._public(output.metrics))
 
-    def _open(self, resume: str | bool | None) -> Private:
-        """The run: begun at the first call, and brought to its last checkpoint where that is asked for."""
-        private = self.private
-        if private is not None and private.finished:
-            raise RuntimeError(
-                f"train(): all {private.plan.steps} steps of the plan were taken; to train longer, make a new plan and "
-                "PrivateTrainer: their privacy adds up"
-            )
-        if resume:
-            self._check_resume(resume)
-        private = private or self._begin()
-        if resume:
-            private.resume()  # without a checkpoint, it was killed before the first, and begins
-        elif private.folder is not None and private.steps_taken < private.stepper.steps_released:
-            raise _check.fail(
-                "run_folder", str(private.folder),
-                f"its run has released {private.stepper.steps_released} steps, and is at step {private.steps_taken}",
-                "go on with train(resume_from_checkpoint=True), or begin a run in another folder: privacy adds up",
-            )  # fmt: skip
-        self.optimizer = private.optimizer
-        return private
-
-    def _begin(self) -> Private:
-        if self.train_dataset is None:
-            raise _check.fail("train_dataset", None, "must be given to train")
+    def _begin(self) -> Training:
+        """The run, at its start or where its folder has it."""
+        arguments.check_given("train_dataset", self.train_dataset)
         prepared = super().get_train_dataloader()  # for its data and collate function, without unused columns
-        model, optimizer, args = self.model, self.create_optimizer(), self.args
+        model, optimizer, history = self.model, self.create_optimizer(), History()
         assert model is not None
-        self._schedule = super().create_scheduler(self.plan.steps, optimizer)
-        loading = {
-            "collate_fn": prepared.collate_fn,
-            "num_workers": args.dataloader_num_workers,
-            "pin_memory": args.dataloader_pin_memory and args.device.type == "cuda",
-            "prefetch_factor": args.dataloader_prefetch_factor,
-            "persistent_workers": args.dataloader_persistent_workers,
-            "multiprocessing_context": args.dataloader_multiprocessing_context,
-        }
-        self.private = make_private(
+        schedule = super().create_scheduler(self.plan.steps, optimizer)
+        also: dict[str, Any] = {"trainer": history}
+        by_measures = isinstance(schedule, ReduceLROnPlateau | GreedyLR)
+        if by_measures:  # of held-out data, which the Trainer gives it
+            also["schedule"] = schedule
+        model.train()
+        training = Training(
             model,
+            self._losses_of_batch,
             optimizer,
-            prepared.dataset,
+            _loader(prepared, self.args),
             self.plan,
-            physical_batch_size=args.per_device_train_batch_size,
-            scheduler=self._schedule,
-            loader_options={name: value for name, value in loading.items() if value is not None},
+            scheduler=None if by_measures else schedule,
+            micro_batch=self.args.per_device_train_batch_size,
+            save_every=None if self.folder is None or self.args.save_strategy == "no" else self.plan.steps,
+            also=also,
             **self._settings,
         )
-        self.add_callback(Progress(self.private))
-        return self.private
-
-    def _check_resume(self, resume: str | bool) -> None:
-        folder = self._settings["run_folder"]
-        if folder is None:
-            raise _check.fail(
-                "resume_from_checkpoint", resume, "only a run with a run_folder= can be resumed: the Trainer's own "
-                "checkpoints hold weights, not what the run has released",
-            )  # fmt: skip
-        if resume is not True and Path(str(resume)).resolve() != Path(str(folder)).resolve():
-            raise _check.fail(
-                "resume_from_checkpoint", resume,
-                f"a run goes on from its last checkpoint, in run_folder={str(folder)!r}",
-                "give resume_from_checkpoint=True",
-            )  # fmt: skip
+        self.optimizer, self._schedule = OptimizerView(optimizer), schedule
+        if not by_measures:
+            self._schedule = ScheduleView(schedule)
+        self._steps = Steps(training, prepared.dataset)
+        self.add_callback(Progress(training, self._steps, history))
+        self.training = training
+        return training
 
     def spent(self) -> float:
         """The epsilon of all steps that were released so far, at the plan's delta."""
-        if self.private is None:
+        if self.training is None:
             return 0.0
-        if self._spent[0] != self.private.stepper.steps_released:
-            self._spent = self.private.stepper.steps_released, self.private.spent()
+        if self._spent[0] != self.training.steps_taken:
+            self._spent = self.training.steps_taken, self.training.spent()
         return self._spent[1]
 
     # --- what the Trainer asks for ------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> Any:
-        """The steps of the plan, once training has begun."""
-        return super().get_train_dataloader() if self.private is None else self.private.step_loader
+        """One empty item for each step of the plan, once training has begun."""
+        return super().get_train_dataloader() if self.training is None else self._steps
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The schedule of the run, which its checkpoints keep."""
-        if self.private is None:
+        if self.training is None:
             return super().create_scheduler(num_training_steps, optimizer)
         self.lr_scheduler = self._schedule
         return self.lr_scheduler
@@ -256,39 +208,26 @@ class PrivateTrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Forward and backward passes of a whole step; the zero that is returned is no loss."""
-        assert self.private is not None
-        assert isinstance(inputs, Step)
-        model = model.module if isinstance(model, DistributedDataParallel) else model
-        for batch in inputs.batches():
-            model.train()
-            with self.compute_loss_context_manager():
-                losses = self.compute_loss(model, send_to_device(batch, self.args.device))
-            self.private.backward(losses)
+        """One update of the run; the zero that is returned is no loss."""
+        assert self.training is not None
+        model.train()
+        if isinstance(self._schedule, ScheduleView):
+            self._schedule.note()
+        self.state.global_step = self.training.advance() - 1  # the Trainer counts it next
         return torch.zeros((), device=self.args.device)
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
-        """One loss for each example of a private batch; in evaluation, the loss that Trainer computes."""
-        if self.private is None or self.private.stepper.rows is None:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+    def losses(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+        """One loss for each example of a private batch; override it for a loss of your own."""
         given = dict(inputs)
-        labels: Any = given.get("labels") if heads.reads_labels(self.model) else given.pop("labels", None)
-        if labels is None and self.compute_loss_func is None:
-            raise _check.fail(
-                "inputs", sorted(inputs), "a batch must have 'labels'", "let the data set or data_collator give them"
-            )  # fmt: skip
-        outputs = model(**given)
+        labels: Any = given.get("labels") if heads.reads_labels(model) else given.pop("labels", None)
         if self.compute_loss_func is None:
-            losses = self._example_losses(outputs, labels)
-        else:
-            losses = self.compute_loss_func(outputs, labels, num_items_in_batch=None)
-        return (losses, outputs) if return_outputs else losses
+            arguments.check_labels(labels, inputs)
+            return self._head(model(**given), labels)
+        return self.compute_loss_func(model(**given), labels, num_items_in_batch=None)
+
+    def _losses_of_batch(self, model: nn.Module, batch: Any) -> Tensor:
+        with self.accelerator.autocast(), self.compute_loss_context_manager():
+            return self.losses(model, batch)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """None are counted: with them, the sizes of private batches would be."""
@@ -315,20 +254,28 @@ class PrivateTrainer(Trainer):
 
     def evaluate(self, eval_dataset: Any = None, *given: Any, **named: Any) -> dict[str, float]:
         """As in Trainer, on data that the run does not train on."""
-        self._check_held_out(eval_dataset)
         before, self._evaluating = self._evaluating, True
         try:
             return super().evaluate(eval_dataset, *given, **named)
         finally:
             self._evaluating = before
 
-    def _check_held_out(self, data: Any) -> None:
-        found = data.values() if isinstance(data, dict) else [data]
-        if self.train_dataset is not None and any(each is self.train_dataset for each in found):
-            raise _check.fail(
-                "eval_dataset", "train_dataset", "a loss on the private examples has no noise",
-                "hold some examples out, and evaluate on them",
-            )  # fmt: skip
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """As in Trainer, of data that the run does not train on."""
+        chosen = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(chosen, str):
+            chosen = self.eval_dataset[chosen]
+        self._check_held_out("eval_dataset", chosen)
+        return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """As in Trainer, of data that the run does not train on."""
+        self._check_held_out("test_dataset", test_dataset)
+        return super().get_test_dataloader(test_dataset)
+
+    def _check_held_out(self, name: str, data: Any) -> None:
+        for each in data.values() if isinstance(data, dict) else [data]:
+            self._held_out.check(name, each)
 
     def hyperparameter_search(self, *given: Any, **named: Any) -> Any:
         raise _no_search()
@@ -341,45 +288,14 @@ def _no_search() -> RuntimeError:
     )
 
 
-def _check_model(model: nn.Module, model_init: Any) -> None:
-    if model is None or model_init is not None:
-        raise _check.fail("model_init", "...", "a private run has one model", "give the model as model=")
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise _check.fail(
-            "model", type(model).__name__, "its parameters are sharded; PrivateTrainer trains replicas only",
-            "use make_private with fully_shard (examples/fsdp.py)",
-        )  # fmt: skip
-
-
-def _check_folder(folder: str | Path | None, args: TrainingArguments) -> None:
-    """The key must not lie where models are shared from."""
-    shared = Path(str(args.output_dir)).resolve()
-    if folder is not None and shared in (Path(folder).resolve(), *Path(folder).resolve().parents):
-        raise _check.fail(
-            "run_folder", str(folder), f"must not be in output_dir={args.output_dir!r}, which is shared or uploaded "
-            "with the model: it holds the secret key", "give a folder beside it",
-        )  # fmt: skip
-
-
-def _check_data(data: Any, plan: Plan) -> None:
-    if data is not None and (isinstance(data, IterableDataset) or not hasattr(data, "__len__")):
-        raise _check.fail(
-            "train_dataset", type(data).__name__, "must have a length and give examples by index",
-            "load it as a whole, or use make_private, which takes streams of (index, example)",
-        )  # fmt: skip
-    if data is not None and plan.examples is not None and len(data) != plan.examples:
-        raise _check.fail(
-            "len(train_dataset)",
-            len(data),
-            f"must be the plan's examples={plan.examples}",
-            "make a plan for this data",
-        )
-
-
-def _check_collator(collator: Any, self_test: bool) -> None:
-    if self_test and isinstance(collator, DataCollatorForLanguageModeling) and collator.mlm:
-        raise _check.fail(
-            "data_collator", type(collator).__name__,
-            "masks a whole batch at once, so the self-test cannot compare an example alone with itself in a batch",
-            "mask each text in the data set, as docs/huggingface.md shows, or give self_test=False",
-        )  # fmt: skip
+def _loader(prepared: Any, args: TrainingArguments) -> DataLoader[Any]:
+    """Data and workers of the Trainer's loader, whose batches the plan draws."""
+    workers = args.dataloader_num_workers
+    return DataLoader(
+        prepared.dataset,
+        collate_fn=prepared.collate_fn,
+        num_workers=workers,
+        pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
+        prefetch_factor=args.dataloader_prefetch_factor if workers else None,
+        multiprocessing_context=args.dataloader_multiprocessing_context if workers else None,
+    )
