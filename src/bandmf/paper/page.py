@@ -139,10 +139,10 @@ def _made(runs: list[dict[str, Any]]) -> list[str]:
 
 def _section(folder: Path, judged: list[Judged], made: dict[str, Any]) -> list[str]:
     one = judged[0].experiment
-    took = f", {made['seconds']:.0f} s" if made.get("seconds") is not None else ""
-    files = f"[CSV]({folder.name}/{one.name}.csv), `bandmf reproduce {one.name}`{took}"
-    lines = ["", f"## {one.title}", "", f"{one.place}. {files}.", ""]
-    lines += [one.note, ""] if one.note else []
+    took = f" {made['seconds']:.0f} s." if made.get("seconds") is not None else ""
+    files = f"[{one.name}.csv]({folder.name}/{one.name}.csv)"
+    lines = ["", f"## {one.title}", "", f"{one.place}. {files}.{took}", ""]
+    lines += [one.note.partition(". ")[0].rstrip(".") + ".", ""] if one.note else []
     lines += [f"![{one.title}]({folder.name}/{one.name}.png)", ""]
     lines += ["| claim | verdict | our number |", "| --- | --- | --- |"]
     for each in judged:
@@ -153,11 +153,11 @@ def _section(folder: Path, judged: list[Judged], made: dict[str, Any]) -> list[s
 
 def _found(verdict: Verdict) -> str:
     """The number on one line, and the remark where the claim does not simply hold."""
-    remark = "" if verdict.outcome == "holds" else _brief(verdict.remark or "")
+    remark = "" if verdict.outcome in ("holds", "not judged") else _brief(verdict.remark or "")
     return "; ".join(part for part in (_brief(verdict.number), remark) if part)
 
 
-def _brief(words: str, most: int = 16) -> str:
+def _brief(words: str, most: int = 10) -> str:
     """The first clause, cut at a comma where it is a long list; nothing is cut inside brackets.
 
     >>> _brief("at epsilon 8 it grows (16; 24), by 4 percent; the rest is in the file")
@@ -166,7 +166,7 @@ def _brief(words: str, most: int = 16) -> str:
     'BLT 1.3x at 10, BLT 1.4x at 20, …'
     """
     clause = re.split(r"(?:; |\. )(?![^(]*\))", words)[0]
-    parts = re.split(r", (?![^(]*\))", clause)
+    parts = re.split(r", (?!b=)(?![^(]*\))", clause)
     kept = 1
     while kept < len(parts) and len(" ".join(parts[: kept + 1]).split()) <= most:
         kept += 1
