@@ -1,13 +1,8 @@
-"""Every optimizer of torch that a training loop can step without a closure, on a small model of matrices alone."""
+"""Every optimizer of torch that a training loop can step without a closure."""
 
 from __future__ import annotations
 
 import torch
-from torch import nn
-
-from bandmf import Key
-from bandmf.torch import make_private
-from training import same_run, simple_plan, small_data
 
 OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -28,23 +23,3 @@ OPTIMIZERS = {
 }
 if hasattr(torch.optim, "Muon"):
     OPTIMIZERS["Muon"] = lambda p: torch.optim.Muon(p, lr=0.01)
-PLAN = simple_plan(steps=6)
-
-
-def open_run(name, folder=None, sharded=False, schedule=lambda optimizer: None, **options):
-    """A run with this optimizer; its model has matrices only, which Muon insists on."""
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Tanh(), nn.Linear(16, 3, bias=False))
-    if sharded:
-        from torch.distributed.fsdp import fully_shard
-
-        for layer in (model[0], model[2], model):
-            fully_shard(layer)
-    optimizer = OPTIMIZERS[name](model.parameters())
-    options = {"clip_norm": 0.5, "criterion": nn.CrossEntropyLoss(), "key": Key(bytes(32)), **options}
-    clipping = "bookkeeping" if sharded else "hooks"
-    with same_run():
-        return make_private(
-            model, optimizer, small_data(), PLAN, run_folder=folder, clipping=clipping,
-            scheduler=schedule(optimizer), **options,
-        )  # fmt: skip
