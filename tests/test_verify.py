@@ -86,7 +86,7 @@ def test_legitimate_programs_are_accepted(name):
         assert found.ok, (seed, str(found.problems[0]))
 
 
-NOTED = {"augmentation one by one", "recurrent"}
+NOTED = {"augmentation one by one", "recurrent", "transformer, reentrant checkpoints"}
 
 
 @pytest.mark.parametrize("name", [name for name in LEGITIMATE if name not in NOTED])

@@ -65,18 +65,19 @@ def each(model, batch):
 class Reader(nn.Module):
     """A small transformer with positions from arange."""
 
-    def __init__(self, dropout=0.1, masked=True, checkpointed=False):
+    def __init__(self, dropout=0.1, masked=True, checkpointed=False, reentrant=False):
         super().__init__()
         self.embed, self.place = nn.Embedding(20, 8), nn.Embedding(16, 8)
         self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout, batch_first=True)
         self.out, self.masked, self.checkpointed = nn.Linear(8, 20), masked, checkpointed
+        self.reentrant = reentrant
 
     def forward(self, tokens):
         places = torch.arange(tokens.shape[1]).expand_as(tokens)
         x = self.embed(tokens) + self.place(places)
         mask = tokens == 0 if self.masked else None
         if self.checkpointed:
-            return self.out(checkpoint(self._encode, x, mask, use_reentrant=False))
+            return self.out(checkpoint(self._encode, x, mask, use_reentrant=self.reentrant))
         return self.out(self._encode(x, mask))
 
     def _encode(self, x, mask):
@@ -539,9 +540,10 @@ def convolution(**options):
     )  # fmt: skip
 
 
-def words(model, batch):
-    return functional.cross_entropy(
-        model(batch["tokens"]).mean(1), batch["tokens"][:, 0] % 20, reduction="none"
+def spectral():
+    """Its buffers follow the weights alone; a frozen one, as what it computes with weights has no rows."""
+    return nn.Sequential(
+        nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)).requires_grad_(False), net()
     )
 
 
@@ -566,6 +568,10 @@ def legitimate():
         "transformer, padded left": Case(Reader(), own_mean_without_places, texts(), padded_left),
         "transformer, as many tokens as texts": Case(Reader(), own_mean, texts((4, 4, 3, 2)), padded),
         "transformer, checkpointed": Case(Reader(checkpointed=True), own_mean, texts(), padded),
+        "transformer, reentrant checkpoints": Case(
+            Reader(checkpointed=True, reentrant=True), own_mean, texts(), padded
+        ),
+        "spectral norm": Case(spectral(), each, vectors()),
         "masked words": Case(Reader(), masked_words, texts(), padded),
         "recurrent": Case(Recurrent(), last_state, texts(), padded),
         "VAE": Case(Auto(), vae, vectors()),

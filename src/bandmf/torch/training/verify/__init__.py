@@ -30,7 +30,7 @@ from bandmf.torch.noise.precision import exact
 from bandmf.torch.training.data import Collate
 from bandmf.torch.training.verify import sentences
 from bandmf.torch.training.verify.company import Compared, compare, gradients_differ
-from bandmf.torch.training.verify.others import Gradient, judge
+from bandmf.torch.training.verify.others import Gradient, Judged, judge
 from bandmf.torch.training.verify.passes import Passes
 from bandmf.torch.training.verify.start import Start, same_bits
 
@@ -69,20 +69,23 @@ def _looked_at(passes: Passes, clipping: str) -> tuple[list[Finding], list[Findi
     if passes.failed is not None:
         notes.append(sentences.not_alone(passes.failed))
     tried = set(range(min(_COMPARED, passes.count)))
-    full = passes(range(passes.count), tracked=True)
-    other = passes([*reversed(range(passes.count)), 0], tracked=True)
+    orders = (list(range(passes.count)), [*reversed(range(passes.count)), 0])  # one may happen to be sorted
+    full = passes(orders[0], tracked=True)
     try:
         judged = judge(passes, full, range(passes.count), tried)
-        leak = judged.leak or judge(passes, other, [0]).leak  # a batch may happen to be sorted
+        other = passes(orders[1], tracked=True)
+        leak = judged.leak or judge(passes, other, [0]).leak
     except RuntimeError as error:  # of reentrant checkpoints
-        return [], [*notes, sentences.not_judged(error)]
+        judged, leak, tried = Judged(None, {}), None, set()
+        other = passes(orders[1])
+        notes.append(sentences.not_judged(error))
     problems = list(_changes(passes.model, full.changed, other.changed))
     if leak is not None:
         return [*problems, leak], notes
     found = compare(passes, full, other, judged.gradients, tried)
     notes += found.notes
     problems += found.problems
-    if not problems:
+    if not problems and tried:
         summed = _sums(passes, clipping, found)
         problems += summed.problems
         notes += summed.notes

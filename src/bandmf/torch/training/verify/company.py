@@ -40,11 +40,9 @@ def compare(
     first: Compared | None = None
     for style in STYLES:
         if first is not None:
-            full = passes(full.members, style, tracked=True)
+            full = passes(full.members, style, tracked=bool(tried))
+            gradients = {e: _gradient(passes, full, e) for e in tried}
             other = passes(other.members, style)
-            gradients = {
-                e: dict(zip(passes.trained, full.gradient(e, _weights(passes)), strict=True)) for e in tried
-            }
         found = _compare(passes, full, other, gradients, tried, style)
         if not found.problems:
             return found
@@ -57,8 +55,8 @@ def compare(
     return first
 
 
-def _weights(passes: Passes) -> list[Tensor]:
-    return list(passes.trained.values())
+def _gradient(passes: Passes, found: Pass, place: int) -> Gradient:
+    return dict(zip(passes.trained, found.gradient(place, list(passes.trained.values())), strict=True))
 
 
 def _compare(
@@ -70,7 +68,7 @@ def _compare(
         one = passes.alone(example, style, tracked=example in tried)
         alone.append(one.losses[0].detach())
         if example in tried:
-            found.alone[example] = dict(zip(passes.trained, one.gradient(0, _weights(passes)), strict=True))
+            found.alone[example] = _gradient(passes, one, 0)
     values = torch.stack(alone).double()
     together = full.losses.detach().double()
     elsewhere = other.losses[: passes.count].detach().double().flip(0)
@@ -100,15 +98,19 @@ def _differs(one: Tensor, other: Tensor, scale: Tensor, is_half: bool) -> bool:
 
 def gradients_differ(one: Gradient, other: Gradient, is_half: bool, rounding: float = 0.0) -> list[str]:
     """The parameters whose gradients differ by more than rounding does."""
-    whole = sum((float(g.double().norm()) ** 2 for g in other.values() if g is not None), 0.0) ** 0.5
+    whole = sum(_size(each) ** 2 for each in other.values()) ** 0.5
     allowed = (_GRADIENT_OF_HALF if is_half else _GRADIENT) + rounding
     return [name for name in other if _apart(one[name], other[name], allowed, whole)]
 
 
 def _apart(one: Tensor | None, other: Tensor | None, allowed: float, whole: float) -> bool:
-    sizes = [0.0 if each is None else float(each.double().norm()) for each in (one, other)]
-    distance = max(sizes) if one is None or other is None else float((one.double() - other.double()).norm())
-    return distance > allowed * max(sizes) + allowed / 100 * whole  # false for NaN
+    size = max(_size(one), _size(other))
+    distance = size if one is None or other is None else _size(one.float() - other.float())
+    return distance > allowed * size + allowed / 100 * whole  # false for NaN
+
+
+def _size(gradient: Tensor | None) -> float:
+    return 0.0 if gradient is None else float(gradient.float().norm())
 
 
 # --- what the cause is ----------------------------------------------------------------------------------------

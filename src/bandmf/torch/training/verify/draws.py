@@ -137,12 +137,12 @@ Given = Sequence[Any]  # the operation's own arguments
 
 
 def _normal(u: Tensor, given: Given) -> Tensor:
-    mean, std = (*given, *(0.0, 1.0)[len(given) :])[:2]
+    mean, std = given[0] if given else 0.0, given[1] if len(given) > 1 else 1.0
     return mean + std * torch.special.ndtri(u)
 
 
 def _uniform(u: Tensor, given: Given) -> Tensor:
-    low, high = (*given, *(0.0, 1.0)[len(given) :])
+    low, high = given[0] if given else 0.0, given[1] if len(given) > 1 else 1.0
     return low + (high - low) * u
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
@@ -75,9 +75,12 @@ class Passes:
             self.smallest, self.failed = 2, error
             one = self([0, 0], tracked=True)
         two = self([0] * (self.smallest + 1), tracked=True)
-        if one.draws.shapes:  # checkpoints draw again in the backward pass
-            for each in (one, two):
-                each.gradient(0, list(self.trained.values()))
+        if (
+            one.draws.shapes
+        ):  # checkpoints draw again in the backward pass, which reentrant ones do not permit
+            with suppress(RuntimeError):
+                for each in (one, two):
+                    each.gradient(0, list(self.trained.values()))
         sizes = (self.smallest, self.smallest + 1)
         pairs = zip(one.draws.shapes, two.draws.shapes, strict=False)
         self.unassigned |= len(one.draws.shapes) != len(two.draws.shapes)
@@ -107,6 +110,7 @@ class Passes:
 
     @contextmanager
     def _ready(self, draws: Draws) -> Iterator[None]:
+        self._start.put_back()
         self._start.seed()
         with sdpa_kernel(SDPBackend.MATH), torch.compiler.set_stance("force_eager"), draws:
             yield
@@ -130,7 +134,6 @@ class Passes:
         draws = Draws(members, self.dimensions, style)
         found = Pass(members, torch.empty(0), draws)
         with ExitStack() as stack:
-            stack.callback(lambda: found.changed.update(self._start.put_back()))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self._ready(draws))
             batch = self._batch(members)
@@ -141,6 +144,7 @@ class Passes:
                 stack.enter_context(_watched(self.model, found, inputs))
             losses = self._losses(self.model, batch)
             found.elsewhere = self._start.drew_elsewhere()
+        found.changed = self._start.changes()
         found.losses = checked_losses(losses, len(members)) if tracked else losses.detach()
         found.drew = len(draws.shapes)
         self.unassigned |= draws.unassigned or found.elsewhere

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class Start:
-    """A context; within it, `put_back` says what a pass has changed."""
+    """A context; within it, `changes` says what a pass has changed."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -30,8 +30,6 @@ class Start:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.put_back()
-        for module, training in self._modes:
-            module.training = training
         for parameter, wants, gradient in self._wants:
             parameter.requires_grad_(wants)
             parameter.grad = gradient
@@ -50,24 +48,28 @@ class Start:
         same = all(np.array_equal(a, b) for a, b in zip(self._others[1], now, strict=True))
         return random.getstate() != self._others[0] or not same
 
-    @torch.no_grad()
-    def put_back(self) -> dict[str, Tensor | None]:
+    def changes(self) -> dict[str, Tensor | None]:
         """What parameters and buffers are that have changed; None: there is none any more."""
-        changed: dict[str, Tensor | None] = {}
         now = _tensors(self._model)
-        for name, (tensor, before) in self._tensors.items():
-            found = now.pop(name, None)
-            if found is None or not same_bits(found, before):
-                changed[name] = None if found is None else found.detach().clone()
-                tensor.copy_(before)
-            if found is not tensor:
+        changed: dict[str, Tensor | None] = dict.fromkeys(self._tensors.keys() - now.keys())
+        for name, found in now.items():
+            if name not in self._tensors or not same_bits(found, self._tensors[name][1]):
+                changed[name] = found.detach().clone()
+        return changed
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Not right after a pass, but before the next one: its graph may hold what has changed."""
+        now = _tensors(self._model)
+        for name in self._tensors.keys() | now.keys():
+            tensor, before = self._tensors.get(name, (None, None))
+            if now.get(name) is not tensor:
                 path, _, own = name.rpartition(".")
                 setattr(self._model.get_submodule(path), own, tensor)
-        for name, found in now.items():  # new ones
-            changed[name] = found.detach().clone()
-            path, _, own = name.rpartition(".")
-            setattr(self._model.get_submodule(path), own, None)
-        return changed
+            if tensor is not None and not same_bits(tensor, before):
+                tensor.copy_(before)
+        for module, training in self._modes:
+            module.training = training
 
 
 def same_bits(one: Tensor | None, other: Tensor | None) -> bool:
