@@ -1,9 +1,10 @@
-"""Trains in JAX in child processes and kills them with SIGKILL, in chosen places and at random moments.
+"""Trains in JAX in child processes and ends them: with SIGKILL in chosen places and at random moments, or by a signal.
 
-    python jax_killed_training.py FOLDER KILLS
+    python jax_killed_training.py FOLDER places KILLS
+    python jax_killed_training.py FOLDER signal NUMBER
 
 The children are forked, so that JAX is imported once; nothing of it has been used by then, which would not survive.
-Prints the number of kills as JSON.
+Prints what happened as JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import optax
 import jax_training as tiny
 from bandmf import ledger
 from bandmf.ledger import checkpoints
-from training import same_run
 
 PLACES = ["ledger", "released", "checkpoint", "cleaning", "reserved", "random"]
 
@@ -56,51 +56,75 @@ def plant(place, after):
         ledger.Ledger.finish = lambda *a: die() if now() else finish(*a)
 
 
-def run(folder):
-    """The whole training, from wherever it was: two steps by themselves, then two at once, and so on."""
-    plan = tiny.plan(steps=24)
-    training = tiny.Training(plan, optax.adam(0.1))
-    with same_run():
-        open_run = tiny.open_run(plan, folder)
-    weights, state = open_run.restore(training.begin())
-    while not open_run.finished:
-        open_run.save((weights, state))
-        if open_run.steps_taken % 4 == 0:
-            weights, state = training.steps(open_run, weights, state, until=open_run.steps_taken + 2)
-        else:
-            chunk = next(open_run.chunks(tiny.data(), steps=2))
-            weights, state = open_run.release_chunk(training.advance, chunk, weights, state)
-    np.save(folder / "final.npy", tiny.flat(weights))
+def run(folder, name, at_every_step=lambda step: None):
+    """The whole training, from wherever it was: now single steps, now two at once."""
+    training = tiny.training(tiny.plan(steps=24), optax.adam(0.1), folder=folder / name, save_every=4)
+    state = training.init(tiny.first_weights())
+    while not training.finished:
+        for state in training.steps(state, at_once=1 + state.step // 4 % 2):
+            at_every_step(state.step)
+            if state.step % 4 == 0:
+                break
+    training.close()
+    np.save(folder / f"{name}.npy", tiny.flat(state.weights))
 
 
-def attempt(folder, place, after, seconds):
-    """One process; True if it was killed."""
-    child = os.fork()
-    if child == 0:
+def child(work):
+    """What a fork of this process does; its status."""
+    process = os.fork()
+    if process == 0:
         try:
-            plant(place, after)
-            run(folder)
+            work()
         except BaseException as error:
             print(repr(error), file=sys.stderr)
             os._exit(1)
         os._exit(0)
+    return process
+
+
+def attempt(folder, place, after, seconds):
+    """One process; True if it was killed."""
+    process = child(lambda: (plant(place, after), run(folder, "killed")))
     if place == "random":
         time.sleep(seconds)
-        os.kill(child, signal.SIGKILL)
-    status = os.waitpid(child, 0)[1]
+        os.kill(process, signal.SIGKILL)
+    status = os.waitpid(process, 0)[1]
     assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
     return os.WIFSIGNALED(status)
 
 
-def main():
-    folder = Path(sys.argv[1])
+def in_places(folder, count):
     dice, kills = random.Random(3), dict.fromkeys(PLACES, 0)
-    attempt(folder / "clean", "nowhere", 0, 0)
-    for number in range(int(sys.argv[2])):
+    for number in range(count):
         place = PLACES[number % len(PLACES)]
-        kills[place] += attempt(folder / "killed", place, dice.randint(1, 3), dice.uniform(1.0, 3.0))
-    attempt(folder / "killed", "nowhere", 0, 0)  # to the end
-    print(json.dumps(kills))
+        kills[place] += attempt(folder, place, dice.randint(1, 3), dice.uniform(1.0, 3.0))
+    attempt(folder, "nowhere", 0, 0)  # to the end
+    return kills
+
+
+def by_signal(folder, number):
+    """Sent by the loop's body at step 10; what was saved is what the next process begins with."""
+    seen = folder / "begun"
+
+    def sends(step):
+        if step == 10:
+            os.kill(os.getpid(), number)
+
+    process = child(lambda: run(folder, "killed", sends))
+    status = os.waitpid(process, 0)[1]
+    killed = os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 1
+    process = child(
+        lambda: run(folder, "killed", lambda step: seen.exists() or seen.write_text(str(step - 1)))
+    )
+    assert os.waitpid(process, 0)[1] == 0
+    return {"killed": killed, "step": int(seen.read_text())}
+
+
+def main():
+    folder, kind, number = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    assert os.waitpid(child(lambda: run(folder, "clean")), 0)[1] == 0
+    told = in_places(folder, number) if kind == "places" else by_signal(folder, number)
+    print(json.dumps(told))
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ def own_copy(tree: Any) -> Any:
     meshes = {leaf.sharding.mesh for leaf in jax.tree.leaves(tree) if is_on_mesh(leaf)}
 
     def stored(leaf: jax.Array) -> jax.Array:
-        if leaf.weak_type:
+        if getattr(leaf, "weak_type", False):  # random keys have none
             leaf = leaf.astype(leaf.dtype)
         if len(meshes) != 1:
             return leaf
