@@ -11,20 +11,32 @@ from pathlib import Path
 import torch
 import torch._dynamo  # which every optimizer imports: once here, not in every rank
 import torch.distributed as dist
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from bandmf import Key
-from bandmf.torch import make_private
+from bandmf.torch import Training
 from bandmf.torch.losses import language_model
 from children import run_ranks
-from test_torch_models import CLIP, Texts, gpt2
-from training import same_run, simple_plan, weights
+from training import same_run, simple_plan, train, weights
 
 PLAN = simple_plan(steps=6, examples=40, batch_size=8, bands=2)
 
 
-def train(kind):
+def gpt2():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "n_positions": 12, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    still = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0, "bos_token_id": 0, "eos_token_id": 0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **still, tie_word_embeddings=True))
+
+
+def losses(model, batch):
+    (tokens,) = batch
+    return language_model(model(input_ids=tokens).logits, tokens)
+
+
+def trained(kind):
     """The weights of a run: "one" process, "replicas" or "shards"."""
-    model = gpt2(tied=True)
+    model = gpt2()
     if kind == "shards":
         from torch.distributed.fsdp import fully_shard
 
@@ -32,29 +44,26 @@ def train(kind):
             fully_shard(block)
         fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    tokens = torch.randint(0, 50, (PLAN.examples, 12), generator=torch.Generator().manual_seed(0))
+    data = torch.utils.data.TensorDataset(tokens)
     with same_run():
-        private = make_private(
+        training = Training(
             model,
+            losses,
             optimizer,
-            Texts(PLAN.examples),
+            data,
             PLAN,
-            clip_norm=CLIP,
+            clip_norm=0.5,
             key=Key(bytes(32)),
-            physical_batch_size=3,
+            micro_batch=3,
+            verify=False,
         )
-    while not private.finished:
-        for batch in private.loader:
-            # Without position_ids: transformers makes one row of them for all examples.
-            private.backward(language_model(model(input_ids=batch["input_ids"]).logits, batch["labels"]))
-            private.optimizer.step()
-    found = weights(model)
-    private.close()
-    return found
+    return weights(train(training).model)
 
 
 def both(folder):
     for kind in ("replicas", "shards"):
-        found = train(kind)
+        found = trained(kind)
         if dist.get_rank() == 0:
             torch.save(found, folder / f"{kind}.pt")
 

@@ -1,7 +1,7 @@
-"""Training runs on some ranks: `rank_training.py FOLDER RANKS NAME:KIND:CLIPPING[:UNTIL] ... [RANKS ...]`.
+"""Training runs on some ranks: `rank_training.py FOLDER RANKS NAME:KIND[:UNTIL] ... [RANKS ...]`.
 
-KIND is ddp or fsdp. Each run leaves its final weights in FOLDER/NAME, and how many physical batches each rank had
-in each step. With UNTIL it stops after so many steps; started again under the same name, it goes on.
+KIND is ddp or fsdp. Each run leaves its final weights in FOLDER/NAME, and how many micro-batches each rank had in each
+step. With UNTIL it stops after so many steps; started again under the same name, it goes on.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import nn
 
 from bandmf import Key
-from bandmf.torch import make_private
+from bandmf.torch import Training
 from children import run_ranks
-from training import RUN_ID, same_run, simple_plan, small_data, small_model, train, weights
+from training import RUN_ID, losses, same_run, simple_plan, small_data, small_model, train, weights
 
 PLAN = simple_plan(steps=18, examples=403, batch_size=3, bands=4)  # many shares are empty
 
 
-def make(kind, clipping, folder=None, run_id=RUN_ID, **options):
+def make(kind, folder=None, run_id=RUN_ID, **options):
     """The run of this rank, or of the only process."""
     model = small_model()
     if kind == "ddp":
@@ -34,25 +34,22 @@ def make(kind, clipping, folder=None, run_id=RUN_ID, **options):
             fully_shard(layer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     options = {
-        "clip_norm": 0.5, "key": Key(bytes(32)), "clipping": clipping, "physical_batch_size": 2,
-        "criterion": nn.CrossEntropyLoss(), "run_folder": folder, **options,
+        "clip_norm": 0.5, "key": Key(bytes(32)), "micro_batch": 2, "folder": folder, "verify": False, **options,
     }  # fmt: skip
     with same_run(run_id):
-        return make_private(model, optimizer, small_data(403), PLAN, **options)
+        return Training(model, losses, optimizer, small_data(403), PLAN, **options)
 
 
-def one_run(folder, kind, clipping, until=None):
+def one_run(folder, kind, until=None):
     folder.mkdir(parents=True, exist_ok=True)
-    private = make(kind, clipping, folder / "run")
-    private.resume()
-    pieces = [len(list(private.loader.pieces(step, step + 1))) for step in range(PLAN.steps)]
-    torch.save(pieces, folder / f"pieces-{dist.get_rank()}.pt")
-    train(private, until and int(until))
-    private.save()
-    final = weights(private.model)
+    training = make(kind, folder / "run")
+    micros = [len(list(training._batches._cut(step))) for step in range(PLAN.steps)]
+    torch.save(micros, folder / f"micros-{dist.get_rank()}.pt")
+    train(training, until and int(until))
+    final = weights(training.model)
     if dist.get_rank() == 0:
         torch.save(final, folder / "final.pt")
-    private.close()
+    training.close()
 
 
 def all_runs(folder, jobs):

@@ -15,21 +15,9 @@ from training import train, weights
 def folder(tmp_path_factory):
     """All runs, from one process: to start one takes longer than to train."""
     folder = tmp_path_factory.mktemp("ranks")
-    two = [
-        "2",
-        "ddp-2:ddp:hooks",
-        "fsdp-2:fsdp:bookkeeping",
-        "ddp-on:ddp:hooks:10",
-        "fsdp-on:fsdp:bookkeeping:10",
-    ]
-    one = ["1", "ddp-on:ddp:hooks:15", "fsdp-on:fsdp:bookkeeping:15"]
-    three = [
-        "3",
-        "ddp-3:ddp:bookkeeping",
-        "fsdp-3:fsdp:bookkeeping",
-        "ddp-on:ddp:hooks",
-        "fsdp-on:fsdp:bookkeeping",
-    ]
+    two = ["2", "ddp-2:ddp", "fsdp-2:fsdp", "ddp-on:ddp:10", "fsdp-on:fsdp:10"]
+    one = ["1", "ddp-on:ddp:15", "fsdp-on:fsdp:15"]
+    three = ["3", "ddp-3:ddp", "fsdp-3:fsdp", "ddp-on:ddp", "fsdp-on:fsdp"]
     result = children.run(HERE / "rank_training.py", folder, *two, *one, *three)
     assert result.returncode == 0, result.stderr[-3000:]
     return folder
@@ -38,7 +26,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def alone():
     """The weights of one process."""
-    return weights(train(make("one", "hooks")).model)
+    return weights(train(make("one")).model)
 
 
 @pytest.mark.parametrize("name", ["ddp-2", "ddp-3", "fsdp-2", "fsdp-3"])
@@ -52,8 +40,8 @@ def test_a_run_goes_on_with_another_number_of_ranks(name, alone, folder):
 
 
 @pytest.mark.parametrize("name", ["ddp-3", "fsdp-2"])
-def test_every_rank_has_the_same_number_of_physical_batches(name, folder):
-    first, *others = (torch.load(path) for path in (folder / name).glob("pieces-*.pt"))
+def test_every_rank_has_the_same_number_of_micro_batches(name, folder):
+    first, *others = (torch.load(path) for path in (folder / name).glob("micros-*.pt"))
     assert others
     assert all(counts == first for counts in others)
     assert min(first) == 1
@@ -65,6 +53,6 @@ def test_gpt2_with_tied_weights_trains_on_ranks_what_it_trains_alone(tmp_path):
 
     result = children.run(HERE / "rank_gpt2.py", tmp_path, "2")
     assert result.returncode == 0, result.stderr[-3000:]
-    alone = rank_gpt2.train("one")
+    alone = rank_gpt2.trained("one")
     for kind in ("replicas", "shards"):
         torch.testing.assert_close(torch.load(tmp_path / f"{kind}.pt"), alone, rtol=0, atol=5e-6)
