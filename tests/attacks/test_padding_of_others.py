@@ -16,7 +16,6 @@ from bandmf.torch.clipping.contributions import outer
 from bandmf.torch.clipping.norms import rounding
 from bandmf.torch.clipping.products import live_places
 from one_at_a_time import empty_sums, flat, trained
-from private_loops import Rows, outcome
 from sweeps import in_turn, some_long
 
 CLIP, COPIES, LONG, WORDS, WIDTH = 0.1, 32, 120, 40, 32
@@ -125,49 +124,27 @@ def padded(rows):
     return nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
-def released(model, rows, mode):
-    """The sum of clipped gradients in a step of the shipped loop, in units of the clip norm."""
+def added(model, rows, mode, valid=None):
+    """What clipping adds for the first `valid` of these examples, in units of the clip norm."""
+    parameters, tokens = trained(model), padded(rows)
+    sums = empty_sums(parameters)
     with precision(mode) as autocast:
 
-        def loop(private, tokens):
+        def losses(model, tokens):
             with autocast:
-                scores = private.model(tokens)
-            # A sum: a mean divides by the number of examples, after which bfloat16 rounds otherwise.
-            private.model.losses(scores, tokens).sum().backward()
-            private.optimizer.step()
+                scores = model(tokens)
+            return model.losses(scores, tokens)
 
-        options = {"loader_options": {"collate_fn": padded}, "loss_reduction": "sum", "clip_norm": CLIP}
-        found = outcome(model, Rows(rows), "bookkeeping", loop, **options)
-    assert found.refused is None
-    return found.total / CLIP
+        clipping = make_clipping("auto", model, parameters, CLIP, False)
+        clipping.add_to(sums, losses, tokens, len(rows), len(rows) if valid is None else valid)
+    return flat(sums) / CLIP
 
 
 def moved(model, mode):
     """How far the sum moves when one long text comes, and how much of that the others do, each."""
     short, long = [text(6)] * COPIES, text(LONG, 6)
-    without, together, alone = (released(model, rows, mode) for rows in (short, [*short, long], [long]))
+    without, together, alone = (added(model, rows, mode) for rows in (short, [*short, long], [long]))
     return float((together - without).norm()), float((together - without - alone).norm()) / COPIES
-
-
-def over_estimates(model, rows, mode):
-    """Of each example: the norm that clipping sees, over that of the gradient that it adds."""
-    parameters, tokens = trained(model), padded(rows)
-    clipping = make_clipping("bookkeeping", model, parameters, CLIP, False)
-    found = []
-    try:
-        clipping.record(len(rows))
-        with precision(mode) as autocast:
-            with autocast:
-                scores = model(tokens)
-            model.losses(scores, tokens).sum().backward()
-            for number in range(len(rows)):
-                sums = empty_sums(parameters)
-                norm = clipping.add_example(sums, len(rows), number, 1.0)
-                found.append(float(norm) / float(flat(sums).norm()))
-    finally:
-        clipping.clear()
-        clipping.remove()
-    return found
 
 
 # --- what one long text does to the others --------------------------------------------------------------
@@ -187,17 +164,24 @@ def test_padding_of_others_does_not_change_what_an_example_contributes(name, mod
     assert others < (3e-3 if (name, mode) == ("encoder layer", "bfloat16") else 1e-6)
 
 
+def rounding(name, mode):
+    """Attention rounds otherwise in bfloat16 where there are more places, so factors differ in their last bits, and
+    gradients times factors are rounded to bfloat16: that alone moves a clipped norm by up to 1e-3."""
+    return 3e-4 if (name, mode) == ("encoder layer", "bfloat16") else 1e-6
+
+
 def differences(model, mode):
-    """How much the over-estimates of texts alone and padded differ."""
+    """How much the norms that clipping sees of texts alone and padded differ; all are clipped."""
     rows = [text(length, length) for length in (2, 6, 15, 30)]
-    alone = [over_estimates(model, [row], mode)[0] for row in rows]
-    together = over_estimates(model, [*rows, text(LONG)], mode)
-    return [abs(one / other - 1) for one, other in zip(together, alone, strict=False)]
+    alone = [float(added(model, [row], mode).norm()) for row in rows]
+    together = [float(added(model, [row, *rows, text(LONG)], mode, 1).norm()) for row in rows]
+    assert min(alone) > 0.9  # over-estimates by little
+    return [abs(one / other - 1) for one, other in zip(together, alone, strict=True)]
 
 
 @pytest.mark.parametrize(("name", "mode"), CASES)
 def test_padding_of_others_does_not_change_an_examples_norm(name, mode):
-    assert max(differences(MODELS[name](), mode)) < 1e-6
+    assert max(differences(MODELS[name](), mode)) < rounding(name, mode)
 
 
 def all_places_count(monkeypatch):
@@ -235,7 +219,7 @@ ORDINARY = [
 def test_bounds_and_ways_that_depend_on_padding_are_caught(plant, name, mode, monkeypatch):
     plant(monkeypatch)
     assert moved(MODELS[name](), mode)[1] > 1e-4
-    assert max(differences(MODELS[name](), mode)) > 1e-4
+    assert max(differences(MODELS[name](), mode)) > max(1e-4, rounding(name, mode))
 
 
 # --- which places are dead ------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ class Start:
             if now.get(name) is not tensor:
                 path, _, own = name.rpartition(".")
                 setattr(self._model.get_submodule(path), own, tensor)
-            if tensor is not None and not same_bits(tensor, before):
+            if tensor is not None and before is not None and not same_bits(tensor, before):
                 tensor.copy_(before)
         for module, training in self._modes:
             module.training = training
