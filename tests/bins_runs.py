@@ -7,8 +7,8 @@ from torch import nn
 
 import bandmf
 from bandmf import Key
-from bandmf.torch import make_private
-from training import RUN_ID, same_run, small_data
+from bandmf.torch import Training
+from training import RUN_ID, losses, same_run, small_data
 
 KEY = Key(bytes(range(32)))
 RUN_KEY = KEY.for_run(RUN_ID)  # what noise and bins derive from
@@ -38,7 +38,7 @@ def open_run(plan, data=None, model=None, run_id=RUN_ID, wrap=lambda model: mode
     """A run of the plan, with its usual key and run id, so that two of them are the same."""
     model = wrap(bins_model() if model is None else model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
-    options = {"clip_norm": CLIP, "key": KEY, "criterion": nn.CrossEntropyLoss(), **options}
+    options = {"clip_norm": CLIP, "key": KEY, "losses": losses, "verify": False, **options}
     data = small_data(plan.examples) if data is None else data
     with same_run(run_id):
-        return make_private(model, optimizer, data, plan, **options)
+        return Training(model, options.pop("losses"), optimizer, data, plan, **options)

@@ -23,10 +23,10 @@ def work(folder):
     rank = dist.get_rank()
     os.environ["BANDMF_CACHE"] = str(folder / f"cache-{rank}")
     plan = planned("inverse")
-    private = open_run(plan, wrap=DistributedDataParallel, physical_batch_size=2, run_folder=folder / "run")
-    (folder / f"plans-{rank}").write_text(f"{plan.digest} {private.plan.digest}")
-    train(private).close()
-    torch.save(weights(private.model), folder / f"weights-{rank}.pt")
+    training = open_run(plan, wrap=DistributedDataParallel, micro_batch=2, folder=folder / "run")
+    (folder / f"plans-{rank}").write_text(f"{plan.digest} {training.plan.digest}")
+    train(training).close()
+    torch.save(weights(training.model), folder / f"weights-{rank}.pt")
     try:
         open_run(planned("inverse", epsilon=8 + rank))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Balls-in-bins and b-min-sep on the shipped loop: bins, noise, restarts, pieces and ranks are as the plan says."""
+"""Balls-in-bins and b-min-sep in Training: bins, noise, restarts, micro-batches and ranks are as the plan says."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bandmf.strategies import Identity
 from bins_runs import BINS, CLIP, PLANS, RUN_KEY, SMALL, bins_model, open_run, planned
 from children import HERE
 from sweeps import in_turn
-from training import small_data, train, weights
+from training import losses, small_data, train, weights
 
 
 @pytest.fixture(scope="module", params=PLANS)
@@ -59,40 +59,32 @@ def expected_weights(plan, data, weight, rate=0.3, momentum=0.5):
             slope = np.exp(scores - scores.max())
             slope = slope / slope.sum() - np.eye(len(scores))[labels[example]]
             gradient = np.outer(slope, inputs[example])
-            total += gradient * min(1.0, CLIP / (np.linalg.norm(gradient) + 1e-6))
+            total += gradient * min(1.0, CLIP / np.linalg.norm(gradient))
         velocity = momentum * velocity + total / plan.batch_size
         weight = weight - rate * velocity
         yield weight
 
 
-def distance_to_oracle(plan, plant=lambda private: None):
+def distance_to_oracle(plan, plant=lambda training: None):
     """The largest difference of a weight, over all steps; `plant` may spoil the run."""
     data, model = small_data(plan.examples, dtype=torch.float64), bins_model().double()
     expected = list(expected_weights(plan, data, model.weight.detach().numpy().copy()))
-    private = open_run(plan, data, model)
-    plant(private)
-    largest = 0.0
-    while not private.finished:
-        for x, y in private.loader:
-            private.criterion(private.model(x), y).backward()
-            private.optimizer.step()
-            if private.optimizer.stepped:
-                right = expected[private.steps_taken - 1]
-                largest = max(largest, float(np.abs(model.weight.detach().numpy() - right).max()))
-    return largest
+    training = open_run(plan, data, model)
+    plant(training)
+    return max(float(np.abs(model.weight.detach().numpy() - expected[step - 1]).max()) for step in training)
 
 
 def test_every_step_releases_the_sum_of_its_batch_with_the_certified_noise(plan):
     assert distance_to_oracle(plan) < 1e-6
 
 
-def less_noise(private):
-    private.stepper.scale *= 0.99
+def less_noise(training):
+    training._stepper.scale *= 0.99
 
 
-def next_bin(private):
-    batch = private.stepper.sampler.batch
-    private.stepper.sampler.batch = lambda step: batch((step + 1) % private.plan.steps)
+def next_bin(training):
+    sampler, batch = training._stepper.sampler, training._stepper.sampler.batch
+    sampler.batch = lambda step: batch((step + 1) % training.plan.steps)
 
 
 @pytest.mark.parametrize("plant", [less_noise, next_bin])
@@ -103,16 +95,16 @@ def test_planted_errors_are_caught(blt, plant):
 @pytest.mark.parametrize(("name", "vectors"), [("blt", 4), ("inverse", 0), ("inverse keeping 3", 3)])
 def test_the_noise_keeps_as_many_vectors_as_planned(name, vectors):
     plan = planned(name)
-    private = open_run(plan)
-    assert private.stepper.engine.schedule.vectors == plan.vectors == vectors
-    assert sum(len(history) for history in private.stepper.noise.history.values()) == vectors
+    stepper = open_run(plan)._stepper
+    assert stepper.engine.schedule.vectors == plan.vectors == vectors
+    assert sum(len(history) for history in stepper.noise.history.values()) == vectors
 
 
 def test_inputs_that_are_kept_change_nothing_but_memory():
     found = [
         train(open_run(planned(name), model=bins_model().double(), data=_double())) for name in BINS[1:3]
     ]
-    first, second = (weights(private.model) for private in found)
+    first, second = (weights(training.model) for training in found)
     torch.testing.assert_close(first, second, rtol=0, atol=1e-7)
 
 
@@ -123,23 +115,24 @@ def _double():
 # --- who takes part -------------------------------------------------------------------------------------
 
 
-def taken(private, data):
-    """The examples of every step, found by the rows that the loop was given and that count."""
+def taken(plan, data):
+    """The examples of every step, found by the rows that the losses were given."""
     known = {row.numpy().tobytes(): index for index, row in enumerate(data.tensors[0])}
-    steps = [[] for _ in range(private.plan.steps)]
-    while not private.finished:
-        for x, y in private.loader:
-            piece = private.stepper.piece
-            if piece.rehearsal is None:
-                steps[piece.step] += [known[row.numpy().tobytes()] for row in x[: piece.valid]]
-            private.criterion(private.model(x), y).backward()
-            private.optimizer.step()
-    return steps
+    steps = []
+
+    def noted(model, batch):
+        steps.append([known[row.numpy().tobytes()] for row in batch[0]])
+        return losses(model, batch)
+
+    training = open_run(plan, data, losses=noted)
+    train(training)
+    sizes = [len(training._stepper.sampler.batch(step)) for step in range(plan.steps)]
+    return [batch[:size] for batch, size in zip(steps, sizes, strict=True)]  # an empty one is filled
 
 
 def test_each_example_takes_part_once_in_every_epoch_always_in_its_bin(binned):
     data = small_data(binned.examples)
-    steps, cycle = taken(open_run(binned, data), data), binned.cycle
+    steps, cycle = taken(binned, data), binned.cycle
     for begin in range(0, binned.steps - cycle + 1, cycle):
         assert sorted(chain(*steps[begin : begin + cycle])) == list(range(binned.examples))
     assert all(steps[i] == steps[i + cycle] for i in range(binned.steps - cycle))
@@ -150,7 +143,7 @@ def test_each_example_takes_part_once_in_every_epoch_always_in_its_bin(binned):
 def test_with_b_min_sep_each_example_stays_away_for_the_separation():
     plan = planned("b-min-sep")
     data = small_data(plan.examples)
-    steps = taken(open_run(plan, data), data)
+    steps = taken(plan, data)
     for example in range(plan.examples):
         present = [step for step, batch in enumerate(steps) if example in batch]
         assert min(np.diff(present), default=plan.steps) >= plan.separation == 4
@@ -159,7 +152,7 @@ def test_with_b_min_sep_each_example_stays_away_for_the_separation():
 def test_another_run_with_the_same_key_has_other_bins(plan):
     first, second = open_run(plan), open_run(plan, run_id="77" * 16)
     batches = [
-        [p.stepper.sampler.batch(i).tolist() for i in range(plan.steps)]
+        [p._stepper.sampler.batch(i).tolist() for i in range(plan.steps)]
         for p in (first, second, open_run(plan))
     ]
     assert batches[0] == batches[2]
@@ -171,15 +164,10 @@ def test_bins_without_an_example_take_their_noisy_step():
     plan = planned("blt", examples=5, batch_size=0.5)
     assert plan.cycle == 10
     data = small_data(5)
-    steps = taken(open_run(plan, data), data)
+    steps = taken(plan, data)
     assert Counter(chain(*steps)) == dict.fromkeys(range(5), 2)
     assert steps.count([]) >= 10
     assert distance_to_oracle(plan) < 1e-5
-
-
-def test_a_pass_over_the_loader_is_an_epoch_of_all_bins(binned):
-    private = open_run(binned)
-    assert (len(private.loader), private.loader.epoch_steps) == (binned.cycle, binned.cycle)
 
 
 # --- how the batches are loaded ---------------------------------------------------------------------------
@@ -197,13 +185,11 @@ class Stream:
 
 
 WAYS = {
-    "one by one": {"physical_batch_size": 1},
-    "pieces": {"physical_batch_size": 4},
-    "other passes": {"epoch_steps": 7},
-    "stream": {"data": Stream(_double()), "physical_batch_size": 4},
-    "stream, other passes": {"data": Stream(_double()), "epoch_steps": 7},
-    "DataLoader": {"data": torch_data.DataLoader(_double(), batch_size=7, shuffle=True, drop_last=True)},
-    "data set": {"data": torch_data.Subset(_double(), range(60)), "clipping": "hooks"},
+    "one by one": {"micro_batch": 1},
+    "micro-batches": {"micro_batch": 4},
+    "stream": {"data": Stream(_double()), "micro_batch": 4},
+    "DataLoader": {"data": torch_data.DataLoader(_double(), shuffle=True)},
+    "data set": {"data": torch_data.Subset(_double(), range(60)), "clipping": "vmap"},
 }
 
 
@@ -219,78 +205,34 @@ def test_however_batches_are_loaded_the_weights_are_the_same(way, name):
 def test_one_pass_over_a_stream_collects_several_bins(blt):
     stream = Stream(small_data(blt.examples))
     train(open_run(blt, stream))
-    assert stream.passes == 1 + 2 * 3  # for the self-test; then four, four and two of ten bins, twice
-
-
-def steps_with(private, batch):
-    x, y = batch
-    private.criterion(private.model(x), y).backward()
-    private.optimizer.step()
-
-
-@pytest.mark.parametrize("drawn", [0, 1], ids=["after a step", "with a batch that was drawn"])
-def test_passes_that_are_broken_off_leave_no_bin_out(blt, drawn):
-    whole, private = train(open_run(blt)), open_run(blt, self_test=False)
-    while not private.finished:
-        for number, batch in enumerate(private.loader):
-            if drawn and number == 3:
-                break
-            steps_with(private, batch)
-            if not drawn and number == 2:
-                break
-    assert torch.equal(weights(private.model), weights(whole.model))
-
-
-def test_a_loop_that_begins_a_pass_for_every_batch_trains_or_is_told(blt):
-    private = open_run(blt, self_test=False)
-    while not private.finished:
-        steps_with(private, next(iter(private.loader)))
-    private = open_run(blt)
-    with pytest.raises(RuntimeError, match="the self-test was left in the middle 10 times"):  # noqa: PT012
-        while not private.finished:
-            steps_with(private, next(iter(private.loader)))
-
-
-@pytest.mark.parametrize("change", [lambda rows: rows.pop(0), lambda rows: rows.append(rows[0])])
-def test_a_data_set_that_changes_its_length_during_the_run_is_refused(blt, change):
-    rows = list(small_data(blt.examples))
-    private = train(open_run(blt, rows), until=10)
-    change(rows)
-    with pytest.raises(ValueError, match=r"^len\(dataset\)=.*was 60 when the run began"):
-        train(private)
-
-
-@pytest.mark.parametrize(
-    "option", [{"shuffle": True}, {"drop_last": True}, {"batch_size": 3}, {"batch_sampler": [[0]]}]
-)
-@pytest.mark.parametrize("data", [small_data(60), torch_data.Subset(small_data(60), range(60))])
-def test_options_that_would_choose_batches_are_refused(blt, data, option):
-    with pytest.raises(ValueError, match=r"^loader_options=.*the plan draws the batches"):
-        open_run(blt, data, loader_options=option)
+    assert stream.passes == 5  # twenty bins, four at a time
 
 
 # --- restarts ---------------------------------------------------------------------------------------------
 
 
+def killed(training):
+    """As kill -9 leaves it: nothing is saved, but the lock is free."""
+    training._let_go()
+    training._progress.closed = True
+
+
 def test_a_restart_in_the_middle_of_an_epoch_goes_on_bit_for_bit(plan, tmp_path):
-    whole = train(open_run(plan, run_folder=tmp_path / "whole"))
-    first = train(open_run(plan, run_folder=tmp_path / "cut", save_every=4), until=14)
-    first.close()
-    second = open_run(plan, run_folder=tmp_path / "cut")
-    assert second.resume()
+    whole = train(open_run(plan))
+    killed(train(open_run(plan, folder=tmp_path, save_every=4), until=14))
+    second = open_run(plan, folder=tmp_path)
     assert second.steps_taken == 12
     assert torch.equal(weights(train(second).model), weights(whole.model))
-    assert second.ledger.replays == 2
 
 
-def test_released_bins_are_not_released_again_with_other_gradients(plan, tmp_path):
-    train(open_run(plan, run_folder=tmp_path, save_every=4), until=14).close()
+def test_released_bins_are_not_released_again_with_other_gradients(plan, tmp_path, caplog):
+    killed(train(open_run(plan, folder=tmp_path, save_every=4), until=14))
     data = small_data(plan.examples)
     data.tensors[0][:] += 1
-    private = open_run(plan, data, run_folder=tmp_path)
-    private.resume()
-    with pytest.raises(ValueError, match="step=12: was released before with another sum of gradients"):
-        train(private)
+    assert open_run(plan, data, folder=tmp_path).advance() == 15
+    assert "steps 13 to 14 were released before the restart" in caplog.text
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    assert kinds == ["run"] + ["step"] * 15
 
 
 @pytest.mark.parametrize("times", [3, pytest.param(7, marks=pytest.mark.long)])
@@ -308,23 +250,21 @@ def test_the_plan_of_the_same_call_resumes_the_run_and_one_with_another_certific
 ):
     folder = tmp_path / "run"
     whole = train(open_run(planned("inverse")))
-    train(open_run(planned("inverse"), run_folder=folder, save_every=4), until=9).close()
-    again = open_run(planned("inverse"), run_folder=folder)
-    assert again.resume()
-    again.close()
+    killed(train(open_run(planned("inverse"), folder=folder, save_every=4), until=9))
+    killed(open_run(planned("inverse"), folder=folder))
     monkeypatch.setenv("BANDMF_CACHE", str(tmp_path / "another machine"))
     with pytest.raises(ValueError, match=r"^plan=.*Plan\.load\(folder / 'plan\.json'\).*another certificate"):
-        open_run(planned("inverse"), run_folder=folder)
-    there = open_run(bandmf.Plan.load(folder / "plan.json"), run_folder=folder)
-    assert there.resume()
+        open_run(planned("inverse"), folder=folder)
+    there = open_run(bandmf.Plan.load(folder / "plan.json"), folder=folder)
+    assert there.steps_taken == 8
     assert torch.equal(weights(train(there).model), weights(whole.model))
 
 
 def test_a_plan_that_was_not_kept_is_kept_by_the_next_start(blt, tmp_path):
     """The start was interrupted after the ledger, or the file was removed."""
-    open_run(blt, run_folder=tmp_path).close()
+    open_run(blt, folder=tmp_path).close()
     (tmp_path / "plan.json").unlink()
-    open_run(blt, run_folder=tmp_path).close()
+    open_run(blt, folder=tmp_path).close()
     assert bandmf.Plan.load(tmp_path / "plan.json") == blt
     assert (tmp_path / "plan.json").stat().st_mode & 0o777 == 0o600
 
@@ -332,17 +272,17 @@ def test_a_plan_that_was_not_kept_is_kept_by_the_next_start(blt, tmp_path):
 def test_a_run_folder_never_keeps_the_plan_of_another_run(blt, tmp_path):
     """One left by another run, or put there later: plan.json is what a restart elsewhere is told to load."""
     path = planned("inverse").save(tmp_path / "plan.json")
-    open_run(blt, run_folder=tmp_path).close()
+    open_run(blt, folder=tmp_path).close()
     assert bandmf.Plan.load(path) == blt
     for spoil in (lambda: planned("inverse").save(path), lambda: path.write_text("{}")):
         spoil()
-        open_run(blt, run_folder=tmp_path).close()
+        open_run(blt, folder=tmp_path).close()
         assert bandmf.Plan.load(path) == blt
     planned("inverse").save(path)
     with pytest.raises(
         ValueError, match=r"^plan=.*began with"
     ):  # and the plan of the folder is not the run's
-        open_run(bandmf.Plan.load(path), run_folder=tmp_path)
+        open_run(bandmf.Plan.load(path), folder=tmp_path)
 
 
 # --- plans that are not what was certified ----------------------------------------------------------------
