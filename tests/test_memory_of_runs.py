@@ -9,45 +9,51 @@ import weakref
 import pytest
 import torch
 
-from private_loops import plain, private_of, small_net, trained_weights, vectors
+from bandmf.torch import Training
+from training import losses, simple_plan, small_data, small_model, train
+
+PLAN = simple_plan(steps=4, examples=60, batch_size=10, bands=2)
 
 
-def never_iterated(private):
-    assert private.steps_taken == 0
+def open_run(model, **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Training(model, losses, optimizer, small_data(60), PLAN, clip_norm=1.0, **options)
 
 
-def left_in_the_middle(private):
-    plain(private, next(iter(private.loader)))
+def never_iterated(training):
+    assert training.steps_taken == 0
 
 
-def closed(private):
-    trained_weights(private)
-    private.close()
+def left_in_the_middle(training):
+    train(training, until=2)
 
 
-@pytest.mark.parametrize("mode", ["auto", "hooks"])
-@pytest.mark.parametrize("loop", [trained_weights, closed, left_in_the_middle, never_iterated])
-def test_a_run_that_nobody_holds_is_free(loop, mode):
-    """Once the register of self-tests held every model that was ever trained."""
+def closed(training):
+    train(training).close()
 
+
+@pytest.mark.parametrize("clipping", ["auto", "vmap"])
+@pytest.mark.parametrize("loop", [train, closed, left_in_the_middle, never_iterated])
+def test_a_run_that_nobody_holds_is_free(loop, clipping):
     def run():
-        private = private_of(small_net(), vectors(), clipping=mode)
-        loop(private)
-        return [weakref.ref(part) for part in (private.model, private.optimizer, private)]
+        training = open_run(small_model(), clipping=clipping)
+        loop(training)
+        parts = (training, training.model, training._trained.optimizers[0], training._stepper.noise)
+        return [weakref.ref(part) for part in parts]
 
     kept = run()
     gc.collect()
-    assert [there() for there in kept] == [None, None, None]
+    assert [there() for there in kept] == [None] * 4
 
 
-@pytest.mark.parametrize("mode", ["auto", "hooks", "functorch"])
-def test_a_model_does_not_keep_the_noise_of_a_run_that_was_closed(mode):
+@pytest.mark.parametrize("clipping", ["auto", "vmap"])
+def test_a_model_does_not_keep_the_noise_of_a_run_that_was_closed(clipping):
     def run(model):
-        private = private_of(model, vectors(), clipping=mode)
-        closed(private)
-        return weakref.ref(private.stepper.noise)
+        training = open_run(model, clipping=clipping)
+        closed(training)
+        return weakref.ref(training._stepper.noise)
 
-    model = small_net()
+    model = small_model()
     noise = run(model)
     gc.collect()
     assert noise() is None

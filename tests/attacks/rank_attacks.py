@@ -16,6 +16,7 @@ import torch._dynamo  # which every optimizer imports: once here, not in every r
 import torch.distributed as dist
 
 from bandmf.ledger import seal
+from bandmf.torch.noise import sealing
 from children import run_ranks
 from rank_training import make
 from training import train
@@ -23,8 +24,8 @@ from training import train
 DIFFERENT = {
     "clip_norm": (0.5, 50.0),
     "per_layer": (False, True),
-    "loss_reduction": ("mean", "sum"),
-    "physical_batch_size": (2, 3),
+    "clipping": ("auto", "vmap"),
+    "micro_batch": (2, 3),
 }  # of the two ranks
 
 
@@ -58,36 +59,44 @@ def forked(action):
 
 def attacks(folder):
     found = {}
-    for kind, clipping in (("ddp", "hooks"), ("fsdp", "bookkeeping")):
+    for kind in ("ddp", "fsdp"):
         original, copy = folder / kind, folder / f"{kind}-copy"
-        private = train(make(kind, clipping, original), 6)
-        private.save()
-        train(private, 8)
-        private.save()
-        found[f"{kind} fork"] = forked(lambda p=private: p.stepper.ranks.on_first(lambda: None))
-        private.close()
+        training = train(make(kind, original), 6)
+        training.save()
+        train(training, 8)
+        training.save()
+        found[f"{kind} fork"] = forked(lambda t=training: t._stepper.ranks.on_first(lambda: None))
+        training.close()
         alone(lambda: shutil.copytree(original, copy))  # noqa: B023
-        found[f"{kind} copied"] = refusal(lambda: make(kind, clipping, copy))  # noqa: B023
-        private = make(kind, clipping, copy, run_id="77" * 16, moved="copied")
-        resumed = private.resume()
-        found[f"{kind} copy"] = [resumed, private.steps_taken, private.run_id]
-        train(private, 2)
-        private.close()
+        found[f"{kind} copied"] = refusal(lambda: make(kind, copy))  # noqa: B023
+        training = make(kind, copy, run_id="77" * 16, moved="copied")
+        found[f"{kind} copy"] = [training.steps_taken, training._opened.run_id]
+        train(training, 2)
+        training.close()
+        found[f"{kind} tag"] = tampered(kind, original)
         newest = seal.checkpoints(original / "checkpoints")[-1]
-        private = make(kind, clipping, original)
-        assert private.resume()
-        state = private.state_dict()
-        tensor = next(iter(state["noise"]["history"].values()))
-        if dist.get_rank() == 1:
-            tensor.to_local().view(torch.int32)[0].flatten()[0] ^= 1
-        found[f"{kind} tag"] = refusal(lambda: private.load_state_dict(state))  # noqa: B023
         alone(lambda: (newest / "__1_0.distcp").write_bytes(b"x"))  # noqa: B023
-        found[f"{kind} changed"] = refusal(private.resume)
-        private.close()
+        found[f"{kind} changed"] = refusal(lambda: make(kind, original))  # noqa: B023
     for name, values in DIFFERENT.items():
         given = {name: values[dist.get_rank()]}
-        found[f"different {name}"] = refusal(lambda: make("ddp", "bookkeeping", **given))  # noqa: B023
+        found[f"different {name}"] = refusal(lambda: make("ddp", **given))  # noqa: B023
     (folder / f"found-{dist.get_rank()}.json").write_text(json.dumps(found))
+
+
+def tampered(kind, folder):
+    """What every rank gets if one bit of rank 1's history is another when it is decrypted."""
+    unseal = sealing.unseal
+
+    def spoiled(state, *given):
+        if dist.get_rank() == 1:
+            next(iter(state.history.values())).view(torch.int32)[0].flatten()[0] ^= 1
+        return unseal(state, *given)
+
+    sealing.unseal = spoiled
+    try:
+        return refusal(lambda: make(kind, folder))
+    finally:
+        sealing.unseal = unseal
 
 
 if __name__ == "__main__":
