@@ -449,3 +449,70 @@ CASES = {
         lambda model, x: probe(model["head"](functional.relu(model["encoder"](x), inplace=True))),
     ),
 }
+
+
+class Bags(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.bag, self.out = nn.EmbeddingBag(7, 4, **options), nn.Linear(4, 3)
+
+    def forward(self, tokens):
+        return self.out(self.bag(tokens))
+
+
+class Offsets(Bags):
+    """Bags of other sizes, as the first token of a text says, one after the other."""
+
+    def forward(self, tokens):
+        lengths = tokens[:, 0] % 4
+        ends = lengths.cumsum(0)
+        flat = torch.cat([text[: int(n)] for text, n in zip(tokens[:, 1:], lengths, strict=True)])
+        offsets = torch.cat([ends.new_zeros(1), ends]) if self.bag.include_last_offset else ends - lengths
+        return self.out(self.bag(flat, offsets))
+
+
+class Weighted(Bags):
+    def forward(self, tokens):
+        return self.out(self.bag(tokens, per_sample_weights=(tokens + 1.0).to(self.out.weight)))
+
+
+CASES |= {
+    **{
+        f"bags, {mode}": lambda mode=mode: Case(Bags(mode=mode), (tokens(6),))
+        for mode in ("sum", "mean", "max")
+    },
+    **{
+        f"bags with offsets, {mode}, {'with' if last else 'without'} the end": lambda mode=mode, last=last: (
+            Case(Offsets(mode=mode, include_last_offset=last), (tokens(6),))
+        )
+        for mode in ("sum", "mean")
+        for last in (True, False)
+    },
+    "bags with padding": lambda: Case(Bags(mode="mean", padding_idx=2), (tokens(6),)),
+    "bags with weights": lambda: Case(Weighted(mode="sum"), (tokens(6),)),
+    **{
+        f"transposed convolution {n}d": layer(lambda kind=kind: kind(4, 3, 2, stride=2), 4, *(4,) * n)
+        for n, kind in ((1, nn.ConvTranspose1d), (2, nn.ConvTranspose2d), (3, nn.ConvTranspose3d))
+    },
+    "PReLU": layer(lambda: nn.PReLU(6), 6),
+    "bilinear": lambda: Case(nn.Bilinear(6, 5, 4), (numbers(3, 6), numbers(3, 5))),
+    "LSTM": layer(lambda: Last(nn.LSTM(6, 5, 2, batch_first=True, bidirectional=True)), 4, 6),
+    "GRU": layer(lambda: Last(nn.GRU(6, 5, batch_first=True)), 4, 6),
+    "RNN": layer(lambda: Last(nn.RNN(6, 5, batch_first=True)), 4, 6),
+    "weight norm": layer(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 4)), 3, 6),
+    "weight norm of a convolution": layer(
+        lambda: nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 3, 2)), 4, 6
+    ),
+    "a parameter of the model": lambda: Case(Scaled(nn.Linear(6, 6)), (numbers(3, 6),)),
+}
+
+
+class Last(nn.Module):
+    """The outputs of a recurrent layer."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)[0]

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from bandmf.torch.clipping import make_clipping
+from bandmf.torch.clipping.adding import add_terms, keep
+from bandmf.torch.clipping.norms import total_squares
 
-MODES = ("bookkeeping", "hooks", "functorch")
+MODES = ("bookkeeping", "vmap")
 
 
 def probe_losses(model, *inputs):
@@ -25,11 +27,10 @@ def probe_losses(model, *inputs):
 
 
 def probe(output):
-    """One number for each example: products of sines with fixed random numbers."""
+    """One number for each example: sines, weighted by numbers without a pattern."""
     total = 0
     for leaf in pytree.tree_leaves(output):
-        generator = torch.Generator().manual_seed(leaf[0].numel())
-        weight = torch.randn(leaf[0].numel(), generator=generator).to(leaf)
+        weight = (7.3 * torch.arange(1.0, leaf[0].numel() + 1)).sin().to(leaf)
         total = total + leaf.flatten(1).sin() @ weight
     return total
 
@@ -68,30 +69,37 @@ def exact(case: Case) -> Tensor:
 
 @dataclass
 class Found:
-    gradients: Tensor  # (examples, all parameters), in float64 from the float32 sums
+    gradients: Tensor  # (examples, all parameters), in float64
     norms: Tensor  # as clipping sees them
     clipping: Any
     sums: dict[str, Tensor]
 
 
-def found(case: Case, mode: str = "bookkeeping", clip_norm: float = 1.0, **options: Any) -> Found:
-    """What clipping records of the batch, one example after the other."""
+def found(case: Case, mode: str = "bookkeeping", clip_norm: float = 1.0, per_layer: bool = False) -> Found:
+    """What clipping finds for each example, and the clipped sum."""
     parameters = trained(case.model)
-    clipping = make_clipping(mode, case.model, parameters, clip_norm, options.pop("per_layer", False))
-    try:
-        clipping.record(case.rows)
-        case.losses(case.model, *case.inputs).sum().backward()
-        gradients, norms = [], []
-        for number in range(case.rows):
-            sums = empty_sums(parameters)
-            norms.append(float(clipping.add_example(sums, case.rows, number, 1.0)))
-            gradients.append(flat(sums))
-        sums = empty_sums(parameters)
-        clipping.add_to(sums, case.rows, case.rows, 1.0)
-    finally:
-        clipping.clear()
-        clipping.remove()
-    return Found(torch.stack(gradients), torch.tensor(norms, dtype=torch.float64), clipping, sums)
+
+    clipping, sums = make_clipping(mode, case.model, parameters, clip_norm, per_layer), empty_sums(parameters)
+    seen: list[Any] = []
+    add = clipping._adder.add
+    clipping._adder.add = lambda sums, small, terms, valid: (
+        seen.append((small, terms)) or add(sums, small, terms, valid)
+    )
+    clipping.add_to(sums, lambda model, batch: case.losses(model, *batch), case.inputs, case.rows, case.rows)
+    ((small, terms),) = seen
+    with torch.no_grad():
+        norms = total_squares(small, terms).bound().double()
+        gradients = [_alone(small, terms, parameters, number, norms) for number in range(case.rows)]
+    return Found(torch.stack(gradients), norms, clipping, sums)
+
+
+def _alone(small, terms, parameters, number, norms) -> Tensor:
+    """The gradient of one example, unclipped: what others have, be it NaN, does not come in."""
+    chosen = torch.tensor([number])
+    factors = dict.fromkeys(parameters, torch.ones_like(norms, dtype=torch.float32))
+    sums = empty_sums(parameters)
+    add_terms(sums, *keep(chosen, small, terms, factors), 1.0)
+    return flat(sums)
 
 
 def empty_sums(parameters):

@@ -103,7 +103,7 @@ def without_cross_terms_of_calls(monkeypatch):
         found += [norms._of_terms([term]) for several in terms.values() for term in several]
         return sum(found[1:], found[0])
 
-    monkeypatch.setattr("bandmf.torch.clipping.bookkeeping.total_squares", apart)
+    monkeypatch.setattr("bandmf.torch.clipping.adding.total_squares", apart)
     monkeypatch.setattr("bandmf.torch.clipping.bookkeeping.join", lambda terms: terms)
 
 
@@ -370,11 +370,8 @@ def largest_share(layer, given, limits):
     parameters, most = dict(model.named_parameters()), 0.0
     for limit in limits:
         clipping = make_clipping("bookkeeping", model, parameters, limit, False)
-        clipping.record(1)
-        model(given).sum().backward()
         sums = {name: torch.zeros(p.shape) for name, p in parameters.items()}
-        clipping.add_to(sums, 1, 1, 1.0)
-        clipping.remove()
+        clipping.add_to(sums, lambda model, x: model(x).flatten(1).sum(1), given, 1, 1)
         total = torch.cat([each.flatten().double() for each in sums.values()])
         most = max(most, float(total.norm()) / limit)
     return most

@@ -34,7 +34,9 @@ class Calls:
     def is_for_all(self, layer: Layer, indices: Tensor, examples: int) -> bool:
         """Whether these indices belong to all examples."""
         if indices.ndim == 0 or len(indices) != examples:
-            return True
+            return (
+                indices.ndim < 2 or indices.shape[1] != examples
+            )  # tokens with time first, which are refused
         doubtful = indices.ndim == 1 or (indices.ndim == 2 and indices.shape[0] == indices.shape[1])
         if not doubtful or examples == 1:  # of one example all is its own
             return False

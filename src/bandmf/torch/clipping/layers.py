@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
-from bandmf.torch.clipping import recurrent
+from bandmf.torch.clipping import bags, recurrent
 from bandmf.torch.clipping.attention import Attention, describes
 from bandmf.torch.clipping.recording import Bare, Layer, Recorded, RecordedLinear
 from bandmf.torch.clipping.refusals import UnfitError, bare_parameter, two_dimensions
@@ -43,6 +43,8 @@ def _walk(module: nn.Module, path: str, names: dict[int, str], batch: int) -> It
         yield Layer(module, path, own, 0, replacement=Attention)
     elif own and recurrent.describes(module):
         yield Layer(module, path, own, 0, replacement=recurrent.Recurrent)
+    elif own and bags.describes(module):
+        yield Layer(module, path, own, 0, replacement=bags.Bag)
     elif own and (rule := rule_for(module)) is not None:
         yield Layer(module, path, own, batch, rule, _replacement(module, rule))
     elif own and _hands_out(module, path, names):
@@ -72,7 +74,7 @@ def _hands_out(module: nn.Module, path: str, names: dict[int, str]) -> bool:
     inside = not of_torch and any(id(p) in names for child in module.children() for p in child.parameters())
     arguments = list(inspect.signature(type(module).forward).parameters)[1:]
     is_called = type(module).forward is not nn.Module.forward or "forward" in vars(module)
-    return not path or inside or not is_called or not arguments
+    return (not path and not of_torch) or inside or not is_called or not arguments
 
 
 def _replacement(module: nn.Module, rule: Rule) -> type[Recorded]:
