@@ -77,6 +77,7 @@ def test_model_ema_follows_and_comes_back(tmp_path):
     assert mean_loss(ema.module, losses, data) < 0.9 * before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["ema", "swa"])
 def test_averaged_model_of_torch(kind):
     """torch.optim.swa_utils: an exponential average, and SWA with its own schedule for the last steps."""

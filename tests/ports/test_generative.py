@@ -157,6 +157,7 @@ class Diffusion(nn.Module):
         return x
 
 
+@pytest.mark.long
 def test_ddpm():
     """Time and noise are drawn in the loss; samples are drawn from an average of the weights."""
     torch.manual_seed(0)
@@ -212,8 +213,8 @@ class Discriminator(nn.Sequential):
         )  # fmt: skip
 
 
-def gan(folder):
-    """A run of DCGAN whose discriminator sees the data: what the loop of the next test drives."""
+def gan(folder, generating=nn.Module.eval):
+    """A run of DCGAN whose discriminator sees the data; `generating` sets the generator's mode in the loss."""
     torch.manual_seed(0)
     data = [2 * image - 1 for image in pictures()]
     generator, discriminator = Generator(), Discriminator()
@@ -222,7 +223,7 @@ def gan(folder):
 
     def losses(discriminator, real):
         with torch.no_grad():
-            fake = generator(torch.randn(len(real), 8, 1, 1, device=real.device))
+            fake = generating(generator)(torch.randn(len(real), 8, 1, 1, device=real.device))
         return functional.softplus(-discriminator(real)) + functional.softplus(discriminator(fake))
 
     training = Training(
@@ -235,6 +236,7 @@ def gan(folder):
 def update(generator, optimizer, discriminator):
     """The generator's turn, against a discriminator that was released."""
     discriminator.requires_grad_(False)
+    generator.train()
     optimizer.zero_grad()
     functional.softplus(-discriminator(generator(torch.randn(16, 8, 1, 1)))).mean().backward()
     optimizer.step()
@@ -261,6 +263,12 @@ def test_gan_with_a_private_discriminator(tmp_path):
     assert mean_loss(training.model, losses, data) < before
     real = lambda model, x: functional.softplus(-model(x))  # noqa: E731
     assert_first_sum_is_autograds(training.model, real, data)
+
+
+def test_fakes_that_share_batch_norms_are_refused(tmp_path):
+    """In training mode they would depend on how many examples there are."""
+    with pytest.raises(ValueError, match="whole batch"):
+        gan(tmp_path, generating=nn.Module.train)
 
 
 # --- MAE ----------------------------------------------------------------------------------------------------------
@@ -319,6 +327,7 @@ class MaskedAutoencoder(nn.Module):
         return (errors * hidden).sum(1) / hidden.sum(1)
 
 
+@pytest.mark.long
 def test_masked_autoencoder_with_a_mask_token():
     torch.manual_seed(0)
     data, model = pictures(), MaskedAutoencoder()

@@ -36,6 +36,7 @@ def trained(model, losses, optimizer, data, **options):
 # --- distillation -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_distillation_from_a_frozen_teacher():
     """A public teacher with batch norms, in eval mode: soft targets at a temperature, and hard labels."""
     torch.manual_seed(0)
@@ -115,6 +116,7 @@ def test_weights_of_tasks_are_learned():
 # --- gradients to the inputs --------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_attacked_inputs_by_an_inner_gradient():
     """Adversarial training: the loss takes a gradient to the inputs first, which is not recorded."""
     torch.manual_seed(0)
@@ -161,6 +163,7 @@ def test_a_penalty_on_the_gradient_is_refused_by_book_keeping():
             pass
 
 
+@pytest.mark.long
 def test_a_penalty_on_the_gradient_trains_by_vmap():
     """With torch.func's gradient to the input of one example, which vmap can differentiate again."""
     torch.manual_seed(0)

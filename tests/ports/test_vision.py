@@ -179,7 +179,7 @@ class Attention(nn.Module):
     def forward(self, x):
         b, n, d = x.shape
         q, k, v = self.qkv(x).reshape(b, n, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
-        x = functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1 if self.training else 0.0)
+        x = functional.scaled_dot_product_attention(q, k, v, dropout_p=self.drop.p if self.training else 0.0)
         return self.drop(self.proj(x.transpose(1, 2).reshape(b, n, d)))
 
 
@@ -311,6 +311,7 @@ class ConvNeXt(nn.Module):
         return self.head(self.norm(x.mean((-2, -1))))
 
 
+@pytest.mark.long
 def test_convnext_with_layer_scale_and_drop_path():
     torch.manual_seed(0)
     data, model = toy_images(64, channels=3, size=16), ConvNeXt()
@@ -378,6 +379,7 @@ def dice(probabilities, target):
     return (2 * both + 1e-6) / (all_of_both + 1e-6)
 
 
+@pytest.mark.long
 def test_unet_with_a_dice_of_each_example():
     torch.manual_seed(0)
     data, model = blobs(), UNet()
