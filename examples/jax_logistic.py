@@ -5,16 +5,14 @@ python examples/jax_logistic.py --epsilon 4
 """
 
 import argparse
-from functools import partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from sklearn.datasets import load_digits
 
 import bandmf
-from bandmf.jax import Run, clipped_gradient, privatize
+from bandmf.jax import Training
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument("--epsilon", type=float, default=4.0)
@@ -38,23 +36,12 @@ def loss(weights, example):
     return optax.softmax_cross_entropy_with_integer_labels(logits, label)
 
 
-gradient = jax.jit(clipped_gradient(loss, clip_norm=1.0))
-optimizer = optax.chain(privatize(plan, clip_norm=1.0), optax.sgd(2.0, momentum=0.9))
-
-
-@partial(jax.jit, donate_argnums=(1, 2))
-def update(total, weights, state, secret):
-    updates, state = optimizer.update(total, state, weights, secret=secret)
-    return optax.apply_updates(weights, updates), state
-
-
+training = Training(loss, optax.sgd(2.0, momentum=0.9), data, plan, clip_norm=1.0)
 weights = {"matrix": jnp.zeros((64, 10)), "bias": jnp.zeros(10)}
-state = optimizer.init(weights)
-run = Run(plan)
-for batch in run.batches(data):
-    total = batch.sum(partial(gradient, weights))
-    weights, state = run.release(update, total, weights, state)
+for state in training.steps(training.init(weights), at_once=10):  # ten updates in one program
+    if state.step % 50 == 0:
+        print(f"step {state.step}: epsilon={training.spent():.2f} so far")
 
-logits = images[held_out] @ weights["matrix"] + weights["bias"]
+logits = images[held_out] @ state.weights["matrix"] + state.weights["bias"]
 accuracy = float(np.mean(np.argmax(logits, axis=1) == labels[held_out]))
-print(f"{run.steps_taken} steps, {plan.sampling}, epsilon={run.spent():.2f}: {accuracy:.1%} of unseen digits")
+print(f"{state.step} steps, {plan.sampling}, epsilon={training.spent():.2f}: {accuracy:.1%} of unseen digits")

@@ -9,7 +9,6 @@ import os
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import argparse
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import bandmf
-from bandmf.jax import Run, clipped_gradient, privatize
+from bandmf.jax import Training
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument("--width", type=int, default=512)
@@ -52,28 +51,16 @@ def loss(weights, example):
     return (jnp.tanh(x @ weights["in"] + weights["bias"]) @ weights["out"] - y) ** 2
 
 
-gradient = jax.jit(clipped_gradient(loss, clip_norm=1.0))
-optimizer = optax.chain(privatize(plan, clip_norm=1.0), optax.adam(3e-3))
+training = Training(loss, optax.adam(3e-3), (x, y), plan, clip_norm=1.0, sharding=rows)
+state = training.init({name: place(name) for name in shapes})  # the noise is sharded like the weights
+before = float(jnp.mean(jax.vmap(loss, (None, 0))(state.weights, (x, y))))
+for state in training.steps(state):  # noqa: B020
+    pass
+after = float(jnp.mean(jax.vmap(loss, (None, 0))(state.weights, (x, y))))
 
-
-@partial(jax.jit, donate_argnums=(1, 2))
-def update(total, weights, state, secret):
-    updates, state = optimizer.update(total, state, weights, secret=secret)
-    return optax.apply_updates(weights, updates), state
-
-
-weights = {name: place(name) for name in shapes}
-state = optimizer.init(weights)  # the history of the noise is sharded like the weights
-run = Run(plan)
-before = float(jnp.mean(jax.vmap(loss, (None, 0))(weights, (x, y))))
-for batch in run.batches((x, y), sharding=rows):
-    total = batch.sum(partial(gradient, weights))
-    weights, state = run.release(update, total, weights, state)
-after = float(jnp.mean(jax.vmap(loss, (None, 0))(weights, (x, y))))
-
-held = state[0].noise.history["in"]
-share = held.addressable_shards[0].data.nbytes / max(1, held.nbytes)
+held = state.weights["in"]
+share = held.addressable_shards[0].data.nbytes / held.nbytes
 print(
-    f"{run.steps_taken} steps on {len(devices)} devices, each holds {share:.0%} of the history of {plan.bands} bands"
+    f"{state.step} steps on {len(devices)} devices, each holds {share:.0%} of a matrix, and of {plan.bands} bands of noise"
 )
-print(f"mean squared error {before:.3f} before, {after:.3f} after, epsilon={run.spent():.2f}")
+print(f"mean squared error {before:.3f} before, {after:.3f} after, epsilon={training.spent():.2f}")

@@ -8,7 +8,6 @@ python examples/jax_transformer.py --folder run         keeps key, ledger and ch
 
 import argparse
 import math
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -18,7 +17,7 @@ import optax
 from flax import nnx
 
 import bandmf
-from bandmf.jax import Run, clipped_gradient, privatize
+from bandmf.jax import Training
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument("--text", default=argparse.__file__, help="a text file")
@@ -84,29 +83,14 @@ def loss(weights, line):
     return jnp.sum(each * counts) / jnp.sum(counts)
 
 
-gradient = jax.jit(clipped_gradient(loss, clip_norm=1.0, microbatch=32))
-optimizer = optax.chain(privatize(plan, clip_norm=1.0), optax.adam(2e-3))
+training = Training(
+    loss, optax.adam(2e-3), data, plan, clip_norm=1.0, micro_batch=32, folder=arguments.folder
+)
+state, every = training.init(weights), max(1, plan.steps // 10)  # goes on where the folder's run was
+for state in training.steps(state):  # noqa: B020
+    if state.step % every == 0:
+        print(f"step {state.step} of {plan.steps}", flush=True)
 
-
-@partial(jax.jit, donate_argnums=(1, 2))
-def update(total, weights, state, secret):
-    updates, state = optimizer.update(total, state, weights, secret=secret)
-    return optax.apply_updates(weights, updates), state
-
-
-run = Run(plan, arguments.folder)
-every = max(1, plan.steps // 10)
-state = optimizer.init(weights)
-if arguments.folder:
-    weights, state = run.restore((weights, state))
-for batch in run.batches(data):
-    total = batch.sum(partial(gradient, weights))
-    weights, state = run.release(update, total, weights, state)
-    if arguments.folder and (run.steps_taken % 20 == 0 or run.finished):
-        run.save((weights, state))
-    if run.steps_taken % every == 0:
-        print(f"step {run.steps_taken} of {plan.steps}", flush=True)
-
-unseen = jax.jit(jax.vmap(loss, in_axes=(None, 0)))(weights, codes[held_out])
+unseen = jax.jit(jax.vmap(loss, in_axes=(None, 0)))(state.weights, codes[held_out])
 bits = float(unseen.mean()) / math.log(2)
-print(f"{run.steps_taken} steps, {plan.sampling}, epsilon={run.spent():.2f}: {bits:.3f} bits per character")
+print(f"{state.step} steps, {plan.sampling}, epsilon={training.spent():.2f}: {bits:.3f} bits per character")
