@@ -1,4 +1,4 @@
-"""Generative programs, ported: a VAE, DDPM, a GAN with a private discriminator, and a masked autoencoder."""
+"""Generative programs, ported: a VAE, DDPM and a GAN with a private discriminator."""
 
 from __future__ import annotations
 
@@ -269,82 +269,3 @@ def test_fakes_that_share_batch_norms_are_refused(tmp_path):
     """In training mode they would depend on how many examples there are."""
     with pytest.raises(ValueError, match="whole batch"):
         gan(tmp_path, generating=nn.Module.train)
-
-
-# --- MAE ----------------------------------------------------------------------------------------------------------
-
-
-class Block(nn.Module):
-    def __init__(self, dim):
-        super().__init__()
-        self.norm1, self.attn = nn.LayerNorm(dim), nn.MultiheadAttention(dim, 2, batch_first=True)
-        self.norm2, self.mlp = (
-            nn.LayerNorm(dim),
-            nn.Sequential(nn.Linear(dim, 32), nn.GELU(), nn.Linear(32, dim)),
-        )
-
-    def forward(self, x):
-        y = self.norm1(x)
-        x = x + self.attn(y, y, y, need_weights=False)[0]
-        return x + self.mlp(self.norm2(x))
-
-
-class MaskedAutoencoder(nn.Module):
-    """Sees a quarter of the patches; a mask token stands for the others in the decoder."""
-
-    def __init__(self, patch=2, dim=16, decoder_dim=12):
-        super().__init__()
-        self.patch, count = patch, (8 // patch) ** 2
-        self.patch_embed = nn.Conv2d(1, dim, patch, patch)
-        self.cls_token = nn.Parameter(0.02 * torch.randn(1, 1, dim))
-        self.pos_embed = nn.Parameter(0.02 * torch.randn(1, count + 1, dim), requires_grad=False)
-        self.block, self.norm = Block(dim), nn.LayerNorm(dim)
-        self.decoder_embed = nn.Linear(dim, decoder_dim)
-        self.mask_token = nn.Parameter(0.02 * torch.randn(1, 1, decoder_dim))
-        self.decoder_pos_embed = nn.Parameter(0.02 * torch.randn(1, count + 1, decoder_dim))
-        self.decoder_block, self.decoder_pred = Block(decoder_dim), nn.Linear(decoder_dim, patch**2)
-
-    def patchify(self, images):
-        return functional.unfold(images, self.patch, stride=self.patch).transpose(1, 2)
-
-    def forward(self, images, order):
-        """The error over the hidden patches of each example; `order` ranks its patches, the first ones are seen."""
-        x = self.patch_embed(images).flatten(2).transpose(1, 2) + self.pos_embed[:, 1:]
-        b, n, d = x.shape
-        shuffled = order.argsort(1)
-        restore, kept = shuffled.argsort(1), shuffled[:, : n // 4]
-        x = torch.gather(x, 1, kept[:, :, None].expand(-1, -1, d))
-        cls_token = self.cls_token + self.pos_embed[:, :1]
-        x = self.norm(self.block(torch.cat((cls_token.expand(b, -1, -1), x), dim=1)))
-        x = self.decoder_embed(x)
-        masked = self.mask_token.repeat(b, n + 1 - x.shape[1], 1)
-        patches = torch.cat([x[:, 1:], masked], dim=1)
-        patches = torch.gather(patches, 1, restore[:, :, None].expand(-1, -1, x.shape[2]))
-        x = torch.cat([x[:, :1], patches], dim=1) + self.decoder_pos_embed
-        predicted = self.decoder_pred(self.decoder_block(x))[:, 1:]
-        hidden = (restore >= n // 4).float()
-        errors = (predicted - self.patchify(images)).square().mean(-1)
-        return (errors * hidden).sum(1) / hidden.sum(1)
-
-
-@pytest.mark.long
-def test_masked_autoencoder_with_a_mask_token():
-    torch.manual_seed(0)
-    data, model = pictures(), MaskedAutoencoder()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2, betas=(0.9, 0.95))
-
-    def losses(model, images):
-        return model(images, torch.rand(len(images), 16, device=images.device))
-
-    draws = TensorDataset(torch.stack(data), torch.rand(64, 16))
-    assert_first_sum_is_autograds(model, lambda model, batch: model(*batch), draws)
-    before, token = mean_loss(model, losses, data), model.mask_token.detach().clone()
-    training = Training(model, losses, optimizer, data, quiet_plan(data), clip_norm=1.0)
-    for step in training:
-        for group in optimizer.param_groups:  # adjusted in the loop, as the published program does
-            group["lr"] = 1e-2 * 0.5 * (1 + math.cos(math.pi * step / 24))
-    assert training.finished
-    assert mean_loss(model, losses, data) < 0.9 * before
-    assert not torch.equal(model.mask_token, token)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(5e-3)

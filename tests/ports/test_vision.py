@@ -1,4 +1,4 @@
-"""Programs of computer vision, ported: a CNN, ResNet-18, ViT, ConvNeXt and U-Net, each with its usual loop."""
+"""Programs of computer vision, ported: a CNN, ResNet-18, ViT and ConvNeXt, each with its usual loop."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlateau, StepLR
-from torch.utils.data import DataLoader, TensorDataset
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
+from torch.utils.data import DataLoader
 
 from bandmf.torch import Training
 from ports.harness import assert_first_sum_is_autograds, mean_loss, quiet_plan, toy_images
@@ -326,79 +326,3 @@ def test_convnext_with_layer_scale_and_drop_path():
     assert training.finished
     assert mean_loss(model, cross_entropies, data) < 0.9 * before
     assert not torch.equal(model.stages[0][0].gamma, gamma)
-
-
-# --- U-Net --------------------------------------------------------------------------------------------------------
-
-
-class DoubleConv(nn.Sequential):
-    def __init__(self, inside, outside):
-        def half(inside):
-            return nn.Conv2d(inside, outside, 3, padding=1, bias=False), norm(outside), nn.ReLU(inplace=True)
-
-        super().__init__(*half(inside), *half(outside))
-
-
-class UNet(nn.Module):
-    def __init__(self, channels=1, classes=2, width=8):
-        super().__init__()
-        self.inc, self.down = DoubleConv(channels, width), DoubleConv(width, 2 * width)
-        self.pool, self.bottom = nn.MaxPool2d(2), DoubleConv(2 * width, 4 * width)
-        self.up1, self.conv1 = (
-            nn.ConvTranspose2d(4 * width, 2 * width, 2, 2),
-            DoubleConv(4 * width, 2 * width),
-        )
-        self.up2, self.conv2 = nn.ConvTranspose2d(2 * width, width, 2, 2), DoubleConv(2 * width, width)
-        self.outc = nn.Conv2d(width, classes, 1)
-
-    def forward(self, x):
-        first = self.inc(x)
-        second = self.down(self.pool(first))
-        x = self.up1(self.bottom(self.pool(second)))
-        rows, columns = second.shape[2] - x.shape[2], second.shape[3] - x.shape[3]
-        x = functional.pad(x, [columns // 2, columns - columns // 2, rows // 2, rows - rows // 2])
-        x = self.conv1(torch.cat([second, x], dim=1))
-        return self.outc(self.conv2(torch.cat([first, self.up2(x)], dim=1)))
-
-
-def blobs(examples=48, size=18):
-    """Bright squares on noise, and where they are."""
-    generator = torch.Generator().manual_seed(0)
-    corners = torch.randint(0, size - 6, (examples, 2), generator=generator)
-    masks = torch.zeros(examples, size, size, dtype=torch.long)
-    for mask, (row, column) in zip(masks, corners.tolist(), strict=True):
-        mask[row : row + 6, column : column + 6] = 1
-    images = masks + 0.3 * torch.randn(examples, size, size, generator=generator)
-    return TensorDataset(images[:, None], masks)
-
-
-def dice(probabilities, target):
-    """Of each example, over classes and places."""
-    both = (probabilities * target).sum((1, 2, 3))
-    all_of_both = probabilities.sum((1, 2, 3)) + target.sum((1, 2, 3))
-    return (2 * both + 1e-6) / (all_of_both + 1e-6)
-
-
-@pytest.mark.long
-def test_unet_with_a_dice_of_each_example():
-    torch.manual_seed(0)
-    data, model = blobs(), UNet()
-    optimizer = torch.optim.RMSprop(model.parameters(), lr=3e-3, momentum=0.5)
-    scheduler = ReduceLROnPlateau(optimizer, "max", patience=5)
-
-    def losses(model, batch):
-        images, masks = batch
-        logits = model(images)
-        entropy = functional.cross_entropy(logits, masks, reduction="none").mean((1, 2))
-        target = functional.one_hot(masks, 2).permute(0, 3, 1, 2).float()
-        return entropy + 1 - dice(logits.softmax(1), target)
-
-    assert_first_sum_is_autograds(model, losses, data)
-    before = mean_loss(model, losses, data)
-    training = Training(model, losses, optimizer, data, quiet_plan(data), clip_norm=1.0)
-    for step in training:
-        if step % 4 == 0:
-            scheduler.step(-mean_loss(model, losses, data))
-    assert training.finished
-    assert scheduler.last_epoch == 3
-    assert mean_loss(model, losses, data) < 0.9 * before
