@@ -164,7 +164,7 @@ def test_padding_of_others_does_not_change_what_an_example_contributes(name, mod
     assert others < (3e-3 if (name, mode) == ("encoder layer", "bfloat16") else 1e-6)
 
 
-def rounding(name, mode):
+def of_rounding(name, mode):
     """Attention rounds otherwise in bfloat16 where there are more places, so factors differ in their last bits, and
     gradients times factors are rounded to bfloat16: that alone moves a clipped norm by up to 1e-3."""
     return 3e-4 if (name, mode) == ("encoder layer", "bfloat16") else 1e-6
@@ -181,7 +181,7 @@ def differences(model, mode):
 
 @pytest.mark.parametrize(("name", "mode"), CASES)
 def test_padding_of_others_does_not_change_an_examples_norm(name, mode):
-    assert max(differences(MODELS[name](), mode)) < rounding(name, mode)
+    assert max(differences(MODELS[name](), mode)) < of_rounding(name, mode)
 
 
 def all_places_count(monkeypatch):
@@ -219,7 +219,7 @@ ORDINARY = [
 def test_bounds_and_ways_that_depend_on_padding_are_caught(plant, name, mode, monkeypatch):
     plant(monkeypatch)
     assert moved(MODELS[name](), mode)[1] > 1e-4
-    assert max(differences(MODELS[name](), mode)) > max(1e-4, rounding(name, mode))
+    assert max(differences(MODELS[name](), mode)) > max(1e-4, of_rounding(name, mode))
 
 
 # --- which places are dead ------------------------------------------------------------------------------
