@@ -22,6 +22,8 @@ from bandmf import ledger
 from trainers import plan_of, texts, trained, trainer_of, writer
 from training import weights
 
+HELD_OUT = [{"input_ids": [*row["input_ids"][::-1], 1][:8]} for row in texts(6)]
+
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
@@ -64,7 +66,7 @@ def run(folder, callbacks):
     }  # fmt: skip
     trainer = trainer_of(
         folder / "out", model=writer(dropout=0.1), plan=plan_of(steps=7), options=options, callbacks=callbacks,
-        run_folder=folder / "run", eval_dataset=texts(6),
+        folder=folder / "run", eval_dataset=HELD_OUT,
     )  # fmt: skip
     trained(trainer, resume_from_checkpoint=True)
     # Epsilon is that of all released steps: a killed run may have released more of them by then.

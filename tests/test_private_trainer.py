@@ -1,9 +1,8 @@
-"""PrivateTrainer: the steps, the weights and the restarts of make_private, and nothing shown that has no noise."""
+"""PrivateTrainer: the steps, the weights and the restarts of Training, and nothing shown that has no noise."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 import re
 import sys
@@ -34,12 +33,15 @@ from transformers import (
 import bandmf.torch
 import children
 from bandmf import Key
-from bandmf.torch import PrivateTrainer, losses, make_private
+from bandmf.torch import PrivateTrainer, Training, losses
 from bandmf.torch.huggingface import heads, options
+from bandmf.torch.huggingface.held_out import HeldOut
 from children import HERE
 from pages import ROOT
 from trainers import EXAMPLES, WORDS, arguments, padded, plan_of, texts, trained, trainer_of, writer
 from training import same_run, weights
+
+HELD_OUT = [{"input_ids": [*row["input_ids"][::-1], 1][:8]} for row in texts(7)]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,7 @@ def expected(tmp_path_factory):
 # --- the run --------------------------------------------------------------------------------------------
 
 
-def by_hand(physical_batch_size):
+def by_hand(micro_batch):
     """The same run as a loop of one's own."""
     model, plan = writer(), plan_of()
     decay = [p for p in model.parameters() if p.ndim > 1]
@@ -59,30 +61,30 @@ def by_hand(physical_batch_size):
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.01)
     schedule = get_linear_schedule_with_warmup(optimizer, 2, plan.steps)
+
+    def own(model, batch):
+        labels = batch.pop("labels")
+        return losses.language_model(model(**batch).logits, labels)
+
     with same_run():
-        private = make_private(
-            model, optimizer, texts(), plan, clip_norm=0.5, key=Key(bytes(32)), scheduler=schedule,
-            physical_batch_size=physical_batch_size, loader_options={"collate_fn": padded},
+        training = Training(
+            model, own, optimizer, texts(), plan, clip_norm=0.5, key=Key(bytes(32)), scheduler=schedule,
+            micro_batch=micro_batch, collate=padded,
         )  # fmt: skip
-    while not private.finished:
-        for batch in private.loader:
-            private.optimizer.zero_grad()
-            labels = batch.pop("labels")
-            private.backward(losses.language_model(private.model(**batch).logits, labels))
-            private.optimizer.step()
-            private.scheduler.step()
+    for _ in training:
+        pass
     return weights(model)
 
 
-@pytest.mark.parametrize("physical_batch_size", [5, 64])
-def test_the_weights_are_those_of_a_loop_with_make_private(tmp_path, physical_batch_size):
+@pytest.mark.parametrize("micro_batch", [5, 64])
+def test_the_weights_are_those_of_a_loop_with_training(tmp_path, micro_batch):
     settings = {
-        "per_device_train_batch_size": physical_batch_size, "warmup_steps": 2, "weight_decay": 0.1,
+        "per_device_train_batch_size": micro_batch, "warmup_steps": 2, "weight_decay": 0.1,
         "optim": "adamw_torch",
     }  # fmt: skip
     trainer = trained(trainer_of(tmp_path, options=settings))
-    assert torch.equal(weights(trainer.model), by_hand(physical_batch_size))
-    assert trainer.private.finished
+    assert torch.equal(weights(trainer.model), by_hand(micro_batch))
+    assert trainer.training.finished
 
 
 def test_an_optimizer_and_a_schedule_of_the_user_are_those_of_the_run(tmp_path):
@@ -90,7 +92,7 @@ def test_an_optimizer_and_a_schedule_of_the_user_are_those_of_the_run(tmp_path):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     trainer = trained(trainer_of(tmp_path, model=model, optimizers=(optimizer, schedule)))
-    assert trainer.private.optimizer.original is optimizer
+    assert trainer.optimizer.param_groups is optimizer.param_groups
     assert (schedule.last_epoch, schedule.get_last_lr()) == (6, [0.2 / 8])
 
 
@@ -103,14 +105,14 @@ class Watching(TrainerCallback):
 
 
 def test_steps_rates_and_epochs_are_counted_in_steps_of_the_plan(tmp_path):
-    """With physical batches of two and eight rehearsals, of which the Trainer sees nothing."""
+    """With micro-batches of two, of which the Trainer sees nothing."""
     watching = Watching()
     settings = {"per_device_train_batch_size": 2, "logging_steps": 1, "lr_scheduler_type": "linear"}
     trainer = trainer_of(tmp_path, plan=plan_of(steps=13), options=settings, callbacks=[watching])
     assert trainer.args.max_steps == 13
     assert trainer.args.num_train_epochs == 1.3
     output = trained(trainer).state
-    assert output.global_step == trainer.private.steps_taken == 13
+    assert output.global_step == trainer.training.steps_taken == 13
     assert watching.seen == [(step, round(step / 10, 3)) for step in range(1, 14)]
     rates = [line["learning_rate"] for line in trainer.state.log_history if "learning_rate" in line]
     assert rates == pytest.approx([0.01 * (1 - step / 13) for step in range(13)])
@@ -121,7 +123,7 @@ def test_the_epsilon_that_is_logged_is_what_the_run_has_spent(tmp_path):
     trainer = trained(trainer_of(tmp_path, plan=plan))
     logged = {line["step"]: line["epsilon"] for line in trainer.state.log_history}
     assert logged == {step: plan.spent_after(step) for step in (2, 4, 6)}
-    assert trainer.spent() == trainer.private.spent() == plan.spent_after(6)
+    assert trainer.spent() == trainer.training.spent() == plan.spent_after(6)
 
 
 def test_a_run_that_is_killed_and_resumed_ends_with_the_weights_of_one_that_was_not(tmp_path):
@@ -145,7 +147,7 @@ def test_a_run_goes_on_after_an_error_in_the_same_process(tmp_path):
     with pytest.raises(OSError, match="no space"):
         trained(trainer)
     trained(trainer)
-    assert trainer.state.global_step == trainer.private.steps_taken == 6
+    assert trainer.state.global_step == trainer.training.steps_taken == 6
     with pytest.raises(RuntimeError, match="all 6 steps of the plan were taken"):
         trainer.train()
 
@@ -161,9 +163,9 @@ def test_training_that_ends_before_its_plan_is_an_error_unless_it_was_allowed(tm
         trained(trainer)
     trainer.pop_callback(Stopping)
     trained(trainer)  # nothing is lost
-    assert trainer.private.finished
+    assert trainer.training.finished
     allowed = trained(trainer_of(tmp_path, callbacks=[Stopping()], may_end_early=True))
-    assert (allowed.state.global_step, allowed.private.steps_taken) == (2, 2)
+    assert (allowed.state.global_step, allowed.training.steps_taken) == (2, 2)
 
 
 def test_early_stopping_and_the_best_model_by_held_out_data(tmp_path):
@@ -172,11 +174,11 @@ def test_early_stopping_and_the_best_model_by_held_out_data(tmp_path):
         "load_best_model_at_end": True, "metric_for_best_model": "never_better", "greater_is_better": True,
     }  # fmt: skip
     trainer = trainer_of(
-        tmp_path, options=settings, eval_dataset=texts(7), may_end_early=True,
+        tmp_path, options=settings, eval_dataset=HELD_OUT, may_end_early=True,
         callbacks=[EarlyStoppingCallback(2)], compute_metrics=lambda _: {"never_better": 1.0},
     )  # fmt: skip
     trained(trainer)
-    assert trainer.private.steps_taken == 3
+    assert trainer.training.steps_taken == 3
     assert trainer.state.best_global_step == 1
     first = next(line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line)
     assert trainer.evaluate()["eval_loss"] == first
@@ -188,20 +190,52 @@ def test_early_stopping_and_the_best_model_by_held_out_data(tmp_path):
 class OfAllTokens(PrivateTrainer):
     """The model's own loss, a mean over all tokens of the batch."""
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    def losses(self, model, inputs):
         return model(**inputs).loss.expand(len(inputs["input_ids"])) / len(inputs["input_ids"])
 
 
 class OneNumber(PrivateTrainer):
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    def losses(self, model, inputs):
         return model(**inputs).loss
 
 
+class Forgotten(PrivateTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return 2 * model(**inputs).loss
+
+
+class Both(Forgotten):
+    def losses(self, model, inputs):
+        return 2 * super().losses(model, inputs)
+
+
+class Theirs(Trainer):
+    compute_loss = Forgotten.compute_loss
+
+
+class Mixed(PrivateTrainer, Theirs):
+    pass
+
+
 def test_a_loss_over_the_tokens_of_a_batch_is_caught(tmp_path):
-    with pytest.raises(RuntimeError, match="self-test"):
+    with pytest.raises(ValueError, match="one example changes what the others contribute"):
         trained(trainer_of(tmp_path, OfAllTokens))
-    with pytest.raises(ValueError, match=r"losses.shape=\(\): must be \(1,\): one loss for each example"):
+    with pytest.raises(ValueError, match="one loss for each example"):
         trained(trainer_of(tmp_path, OneNumber))
+
+
+@pytest.mark.parametrize("kind", [Forgotten, Mixed])
+def test_a_loss_for_evaluation_alone_is_refused(kind, tmp_path):
+    with pytest.raises(ValueError, match=r"compute_loss='.*': is for evaluation only.*override losses"):
+        trainer_of(tmp_path, kind)
+
+
+def test_a_loss_for_training_and_one_for_evaluation_are_both_used(tmp_path):
+    trainer = trained(trainer_of(tmp_path, Both, plan=plan_of(noise_multiplier=0.01), clip_norm=100.0))
+    usual = trained(trainer_of(tmp_path, plan=plan_of(noise_multiplier=0.01), clip_norm=100.0))
+    plain = Trainer(trainer.model, trainer.args, data_collator=padded)
+    assert trainer.evaluate(HELD_OUT)["eval_loss"] == pytest.approx(2 * plain.evaluate(HELD_OUT)["eval_loss"])
+    assert not torch.equal(weights(trainer.model), weights(usual.model))
 
 
 def test_a_loss_function_of_the_user_gives_one_loss_for_each_example(tmp_path, expected):
@@ -281,7 +315,7 @@ def test_adapters_of_peft_are_trained_and_nothing_else(tmp_path):
     changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert changed == {name for name, p in model.named_parameters() if p.requires_grad}
     assert all("lora" in name for name in changed)
-    assert trainer.private.finished
+    assert trainer.training.finished
 
 
 def test_workers_checkpointing_and_bf16_need_no_changes(tmp_path, expected):
@@ -307,7 +341,7 @@ def shown(trainer, output, printed):
 
 def test_nothing_of_private_batches_is_logged_printed_or_saved(tmp_path, capsys):
     settings = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3}
-    trainer = trainer_of(tmp_path, options=settings, eval_dataset=texts(5))
+    trainer = trainer_of(tmp_path, options=settings, eval_dataset=HELD_OUT)
     with same_run():
         output = trainer.train()
     names = shown(trainer, output, capsys.readouterr().out)
@@ -346,7 +380,7 @@ def test_other_numbers_of_training_are_not_logged_and_a_warning_says_so(tmp_path
 def test_a_checkpoint_of_the_trainer_holds_weights_and_no_secrets(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 2}
     key = Key()
-    trainer = trainer_of(tmp_path / "out", options=settings, key=key, run_folder=tmp_path / "run")
+    trainer = trainer_of(tmp_path / "out", options=settings, key=key, folder=tmp_path / "run")
     trained(trainer)
     files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
     assert {"model.safetensors", "trainer_state.json"} <= {path.name for path in files}
@@ -357,14 +391,67 @@ def test_a_checkpoint_of_the_trainer_holds_weights_and_no_secrets(tmp_path):
     assert any(secret in stored for secret in secrets)  # what was searched for can be found
 
 
-def test_the_private_examples_are_not_evaluated_on(tmp_path):
-    data = texts()
-    with pytest.raises(ValueError, match=r"eval_dataset='train_dataset': .* has no noise"):
-        trainer_of(tmp_path, train_dataset=data, eval_dataset={"held out": texts(5), "train": data})
-    trainer = trainer_of(tmp_path, train_dataset=data)
-    with pytest.raises(ValueError, match="eval_dataset='train_dataset'"):
+class Rows(torch.utils.data.Dataset):
+    """A copy that shares nothing with what it was made of."""
+
+    def __init__(self, rows):
+        self.rows = [{name: torch.tensor(value) for name, value in row.items()} for row in rows]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+DATA = texts()
+OTHER_NAMES = {
+    "itself": DATA,
+    "a part": torch.utils.data.Subset(DATA, [3, 50]),
+    "a part of a part": torch.utils.data.Subset(torch.utils.data.Subset(DATA, range(9)), [3]),
+    "a copy": texts(),
+    "a few rows": [dict(DATA[70]), dict(DATA[20])],
+    "tensors": Rows(DATA[40:]),
+    "a table": datasets.Dataset.from_list(DATA).shuffle(seed=0).select(range(30)),
+    "a table with more columns": datasets.Dataset.from_list([{**row, "number": 3} for row in DATA]),
+    "mixed with others": DATA[:20] + HELD_OUT,
+}
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_the_private_examples_are_not_evaluated_on_under_another_name(name, tmp_path):
+    data, refused = (
+        OTHER_NAMES[name],
+        "holds examples of train_dataset: a loss on private examples has no noise",
+    )
+    with pytest.raises(ValueError, match=f"eval_dataset=.*{refused}"):
+        trainer_of(tmp_path, train_dataset=DATA, eval_dataset={"held out": HELD_OUT, "train": data})
+    trainer = trainer_of(tmp_path, train_dataset=DATA)
+    with pytest.raises(ValueError, match=refused):
         trainer.evaluate(data)
-    assert "eval_loss" in trainer.evaluate(texts(5))
+    with pytest.raises(ValueError, match=f"test_dataset=.*{refused}"):
+        trainer.predict(data)
+
+
+def test_held_out_examples_are_never_refused(tmp_path):
+    """Other parts of the same data, a few rows that happen to be alike, rows that tell examples not apart."""
+    whole = texts(EXAMPLES + 40)
+    parts = torch.utils.data.random_split(whole, [EXAMPLES, 40], torch.Generator().manual_seed(0))
+    trainer = trainer_of(tmp_path, train_dataset=parts[0], eval_dataset=parts[1])
+    assert "eval_loss" in trainer.evaluate()
+    assert "eval_loss" in trainer.evaluate([*HELD_OUT, whole[parts[0].indices[0]]])
+    assert trainer.predict(parts[1]).metrics["test_loss"] > 0
+    alike = [{"input_ids": [1, 2, number % 3]} for number in range(EXAMPLES)]
+    assert "eval_loss" in trainer_of(tmp_path, train_dataset=alike).evaluate(alike[:30].copy())
+
+
+def test_of_many_rows_some_are_compared():
+    many = [(number, number % 7) for number in range(100_000)]
+    held_out = HeldOut(many)
+    for part in (many[5_000:60_000], many[:3], many[40_000:40_900]):
+        with pytest.raises(ValueError, match="holds examples of train_dataset"):
+            held_out.check("eval_dataset", [tuple(row) for row in part])
+    held_out.check("eval_dataset", [(-1 - number, number % 7) for number in range(50_000)])
 
 
 # --- what is refused ------------------------------------------------------------------------------------
@@ -445,17 +532,15 @@ def test_gradients_are_not_shown_to_a_tracker(tmp_path, monkeypatch):
         PrivateTrainer(writer(), args, plan=plan_of(), clip_norm=1.0)
 
 
-def test_masks_that_are_drawn_for_a_whole_batch_are_refused(tmp_path):
+def test_masks_may_be_drawn_for_a_whole_batch(tmp_path):
     words = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel({"[PAD]": 0, "[MASK]": 1}, unk_token="[PAD]")),
         pad_token="[PAD]", mask_token="[MASK]",
     )  # fmt: skip
     collator = DataCollatorForLanguageModeling(words, mlm=True)
-    with pytest.raises(
-        ValueError, match=r"data_collator='DataCollatorForLanguageModeling': masks a whole batch"
-    ):
-        trainer_of(tmp_path, data_collator=collator)
-    assert trainer_of(tmp_path, data_collator=collator, self_test=False).data_collator is collator
+    assert trained(
+        trainer_of(tmp_path, model=small_bert(BertForMaskedLM), data_collator=collator)
+    ).training.finished
 
 
 def test_several_devices_without_processes_are_refused(tmp_path):
@@ -496,8 +581,8 @@ OTHERS = [
     ({"train_dataset": Stream()}, "train_dataset='Stream': must have a length"),
     ({"train_dataset": texts(77)}, "len(train_dataset)=77: must be the plan's examples=120"),
     ({"plan": 8}, "plan='int': must be a Plan"),
-    ({"run_folder": "out/private"}, "run_folder='out/private': must not be in output_dir"),
-    ({"run_folder": "out"}, "run_folder='out': must not be in output_dir"),
+    ({"folder": "out/private"}, "folder='out/private': must not be in output_dir"),
+    ({"folder": "out"}, "folder='out': must not be in output_dir"),
     ({"model_init": writer}, "a private run has one model"),
 ]
 
@@ -517,29 +602,23 @@ def test_arguments_may_come_by_position_as_in_trainer(tmp_path):
         PrivateTrainer(*given, writer, plan=plan_of(), clip_norm=0.5)
 
 
-def test_the_arguments_are_those_of_trainer_in_its_order():
-    ours, theirs = (list(inspect.signature(kind).parameters) for kind in (PrivateTrainer, Trainer))
-    assert ours[: ours.index("plan")] == theirs[: ours.index("plan")]
-
-
-def test_resuming_takes_the_run_folder_and_nothing_else(tmp_path):
-    with pytest.raises(ValueError, match="only a run with a run_folder= can be resumed"):
+def test_a_folder_that_holds_a_run_goes_on_whatever_is_said_of_resuming(tmp_path):
+    with pytest.raises(ValueError, match="only a run with a folder= can be resumed"):
         trainer_of(tmp_path / "out").train(resume_from_checkpoint=True)
-    trainer = trainer_of(
-        tmp_path / "out", run_folder=tmp_path / "run", may_end_early=True, callbacks=[Stopping()]
-    )
-    with pytest.raises(ValueError, match="give resume_from_checkpoint=True"):
+    settings = {"folder": tmp_path / "run", "may_end_early": True, "callbacks": [Stopping()]}
+    trainer = trainer_of(tmp_path / "out", **settings)
+    with pytest.raises(ValueError, match=r"resume_from_checkpoint='.*checkpoint-4'.*leave it out"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
     trained(trainer)
-    trainer.private.close()
-    again = trainer_of(tmp_path / "out", run_folder=tmp_path / "run")
-    with pytest.raises(ValueError, match=r"its run has released 2 steps.* go on with train\(resume_from"):
-        trained(again)
-    trained(again, resume_from_checkpoint=str(tmp_path / "run"))
-    assert again.private.finished
-    ended = trainer_of(tmp_path / "out", run_folder=tmp_path / "run")
-    assert ended.train(resume_from_checkpoint=True).global_step == 6
-    assert torch.equal(weights(ended.model), weights(again.model))
+    trainer.training.close()
+    again = trainer_of(tmp_path / "out", folder=tmp_path / "run", callbacks=[watching := Watching()])
+    trained(again)
+    assert [step for step, _ in watching.seen] == [3, 4, 5, 6]
+    assert [line["step"] for line in again.state.log_history if "learning_rate" in line] == [2, 4, 6]
+    for resume in (True, str(tmp_path / "run"), None):
+        ended = trainer_of(tmp_path / "out", folder=tmp_path / "run")
+        assert ended.train(resume_from_checkpoint=resume).global_step == 6
+        assert torch.equal(weights(ended.model), weights(again.model))
 
 
 def test_searches_are_refused(tmp_path):
@@ -549,16 +628,70 @@ def test_searches_are_refused(tmp_path):
             search()
 
 
+class Meddling(TrainerCallback):
+    """Steps and clears what it is given, as loops do."""
+
+    def on_optimizer_step(self, args, state, control, optimizer, lr_scheduler, **_):
+        optimizer.step()
+        optimizer.zero_grad()
+        lr_scheduler.step()
+
+
+def test_steps_of_the_trainer_itself_have_no_effect(tmp_path, expected):
+    trainer = trained(trainer_of(tmp_path, callbacks=[Meddling()]))
+    assert torch.equal(weights(trainer.model), expected)
+
+
+class Halving(TrainerCallback):
+    def on_step_end(self, args, state, control, optimizer, **_):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+
+
+def test_a_rate_that_a_callback_sets_is_that_of_the_next_update(tmp_path):
+    options = {"lr_scheduler_type": "constant", "weight_decay": 0.0}
+    still = trained(trainer_of(tmp_path, options=options, callbacks=[Halving()]))
+    one = trained(trainer_of(tmp_path, options=options, callbacks=[StopAfterOne()], may_end_early=True))
+    assert torch.equal(weights(still.model), weights(one.model))
+
+
+class StopAfterOne(TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        control.should_training_stop = True
+
+
 class StepsTwice(PrivateTrainer):
     def training_step(self, *given, **named):
-        loss = super().training_step(*given, **named)
-        self.private.optimizer.step()
-        return loss
+        super().training_step(*given, **named)
+        return super().training_step(*given, **named)
 
 
-def test_a_step_that_the_trainer_does_not_know_of_is_noticed(tmp_path):
-    with pytest.raises(RuntimeError, match="there is no batch"):
-        trained(trainer_of(tmp_path, StepsTwice))
+class StepsNever(PrivateTrainer):
+    def training_step(self, *given, **named):
+        return torch.zeros(())
+
+
+def test_the_trainer_counts_the_steps_of_the_run_however_they_are_asked_for(tmp_path, expected):
+    trainer = trained(trainer_of(tmp_path, StepsTwice))
+    assert trainer.state.global_step == trainer.training.steps_taken == 6
+    assert torch.equal(weights(trainer.model), expected)
+    with pytest.raises(RuntimeError, match=r"must call super\(\)\.training_step"):
+        trained(trainer_of(tmp_path, StepsNever))
+
+
+def test_a_schedule_that_follows_held_out_data_is_saved_with_the_run(tmp_path):
+    options = {
+        "lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5},
+        "eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "never_better",
+        "greater_is_better": True,
+    }  # fmt: skip
+    named = {"eval_dataset": HELD_OUT, "compute_metrics": lambda _: {"never_better": 1.0}}
+    named |= {"options": options, "folder": tmp_path / "run"}
+    first = trained(trainer_of(tmp_path / "out", callbacks=[Stopping()], may_end_early=True, **named))
+    assert first.optimizer.param_groups[0]["lr"] == 0.005
+    first.training.close()
+    rest = trained(trainer_of(tmp_path / "out", **named))
+    assert rest.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 / 2**5)
 
 
 def test_without_transformers_a_sentence_says_what_to_install(monkeypatch):
@@ -569,4 +702,4 @@ def test_without_transformers_a_sentence_says_what_to_install(monkeypatch):
         ImportError, match=r"PrivateTrainer needs transformers.*pip install 'bandmf\[huggingface\]'"
     ):
         _ = bandmf.torch.PrivateTrainer
-    assert bandmf.torch.make_private is make_private
+    assert bandmf.torch.Training is Training

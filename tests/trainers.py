@@ -39,16 +39,16 @@ def plan_of(steps=6, **changes):
     return simple_plan(steps=steps, examples=EXAMPLES, batch_size=12, bands=3, **changes)
 
 
-def arguments(folder, **changes):
+def arguments(output, **changes):
     quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
-    return TrainingArguments(str(folder), **{**quiet, "learning_rate": 0.01, "logging_steps": 2, **changes})
+    return TrainingArguments(str(output), **{**quiet, "learning_rate": 0.01, "logging_steps": 2, **changes})
 
 
-def trainer_of(folder, kind=PrivateTrainer, model=None, plan=None, options=None, **changes):
+def trainer_of(output, kind=PrivateTrainer, model=None, plan=None, options=None, **changes):
     """A trainer of the same run every time: same key, same id."""
     usual = {"train_dataset": texts(), "data_collator": padded, "clip_norm": 0.5, "key": Key(bytes(32))}
     plan = plan_of() if plan is None else plan
-    args = arguments(folder, **(options or {}))
+    args = arguments(output, **(options or {}))
     return kind(writer() if model is None else model, args, plan=plan, **{**usual, **changes})
 
 

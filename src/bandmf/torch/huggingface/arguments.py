@@ -46,7 +46,7 @@ def check_resume(resume: str | bool | None, folder: str | Path | None) -> None:
 
 
 def check_overrides(kind: type, ours: type) -> None:
-    """A private run asks `losses`: a compute_loss that was overridden without it would be a loss that is not trained."""
+    """A private run asks `losses`: a compute_loss that was overridden without it would not be trained."""
     places = [
         next(number for number, each in enumerate(kind.__mro__) if name in vars(each))
         for name in ("losses", "compute_loss")

@@ -115,7 +115,7 @@ class PrivateTrainer(Trainer):
         options.check_accelerator(self.args, self.accelerator)
         arguments.check_data(self.model, self.train_dataset, plan)
         if self.compute_loss_func is None and type(self).losses is PrivateTrainer.losses:
-            self._head = heads.losses_of(self.model, self.args.label_smoothing_factor)
+            self._head()
         self._held_out = HeldOut(self.train_dataset)
         self._check_held_out("eval_dataset", self.eval_dataset)
 
@@ -222,8 +222,11 @@ class PrivateTrainer(Trainer):
         labels: Any = given.get("labels") if heads.reads_labels(model) else given.pop("labels", None)
         if self.compute_loss_func is None:
             arguments.check_labels(labels, inputs)
-            return self._head(model(**given), labels)
+            return self._head()(model(**given), labels)
         return self.compute_loss_func(model(**given), labels, num_items_in_batch=None)
+
+    def _head(self) -> heads.ExampleLosses:
+        return heads.losses_of(self.model, self.args.label_smoothing_factor)
 
     def _losses_of_batch(self, model: nn.Module, batch: Any) -> Tensor:
         with self.accelerator.autocast(), self.compute_loss_context_manager():
