@@ -52,15 +52,16 @@ def loss(weights, example):
 
 
 training = Training(loss, optax.adam(3e-3), (x, y), plan, clip_norm=1.0, sharding=rows)
-state = training.init({name: place(name) for name in shapes})  # the noise is sharded like the weights
-before = float(jnp.mean(jax.vmap(loss, (None, 0))(state.weights, (x, y))))
-for state in training.steps(state):  # noqa: B020
-    pass
+first = training.init({name: place(name) for name in shapes})  # the noise is sharded like the weights
+before = float(jnp.mean(jax.vmap(loss, (None, 0))(first.weights, (x, y))))
+for state in training.steps(first):
+    if state.step % 20 == 0:
+        print(f"step {state.step} of {plan.steps}")
 after = float(jnp.mean(jax.vmap(loss, (None, 0))(state.weights, (x, y))))
 
 held = state.weights["in"]
 share = held.addressable_shards[0].data.nbytes / held.nbytes
 print(
-    f"{state.step} steps on {len(devices)} devices, each holds {share:.0%} of a matrix, and of {plan.bands} bands of noise"
+    f"{state.step} steps on {len(devices)} devices, each holds {share:.0%} of the history of {plan.bands} bands"
 )
 print(f"mean squared error {before:.3f} before, {after:.3f} after, epsilon={training.spent():.2f}")

@@ -86,8 +86,8 @@ def loss(weights, line):
 training = Training(
     loss, optax.adam(2e-3), data, plan, clip_norm=1.0, micro_batch=32, folder=arguments.folder
 )
-state, every = training.init(weights), max(1, plan.steps // 10)  # goes on where the folder's run was
-for state in training.steps(state):  # noqa: B020
+every = max(1, plan.steps // 10)
+for state in training.steps(training.init(weights)):  # goes on where the folder's run was
     if state.step % every == 0:
         print(f"step {state.step} of {plan.steps}", flush=True)
 
