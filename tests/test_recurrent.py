@@ -26,7 +26,7 @@ OPTIONS = {
     "two layers, both directions, no bias": {"num_layers": 2, "bidirectional": True, "bias": False},
 }
 CASES = {
-    **{f"{kind}, {name}": (KINDS[kind], options) for kind, (name, options) in itertools.product(KINDS, OPTIONS.items())},
+    **{f"{kind}, {name}": (KINDS[kind], OPTIONS[name]) for kind, name in itertools.product(KINDS, OPTIONS)},
     "LSTM, projected": (nn.LSTM, {"proj_size": 2, "num_layers": 2, "bidirectional": True}),
 }  # fmt: skip
 

@@ -179,7 +179,7 @@ def test_rows_of_no_example_are_an_error(owner):
         with rows(torch.tensor(owner)):
             return model(x).sum(1)
 
-    with pytest.raises(ValueError, match="^owner: must be between 0 and the number of examples"):
+    with pytest.raises(ValueError, match=r"^owner: must be between 0 and the number of examples"):
         added(nn.Linear(6, 3), losses, torch.randn(B, 6), B)
 
 
@@ -198,7 +198,8 @@ def test_other_rows_without_owners_are_an_error_that_names_the_layer_and_no_coun
 @pytest.mark.parametrize(("given", "sentence"), [
     ({}, "must be given one of"), ({"each": 2, "parts": 2}, "must be given one of"),
     ({"each": 0}, "each=0"), ({"parts": 1.5}, "parts=1.5"),
-    ({"owner": torch.ones(3)}, "must be a tensor of whole numbers"), ({"owner": [0, 1]}, "must be a tensor of whole numbers"),
+    ({"owner": torch.ones(3)}, "must be a tensor of whole numbers"),
+    ({"owner": [0, 1]}, "must be a tensor of whole numbers"),
 ])  # fmt: skip
 def test_nonsense_is_refused(given, sentence):
     with pytest.raises(ValueError, match=sentence), rows(**given):

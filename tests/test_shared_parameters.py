@@ -191,8 +191,6 @@ def test_parametrized_linear_layers_train(parametrization):
     torch.manual_seed(0)
     model = nn.Sequential(parametrization(nn.Linear(D, D)), nn.Tanh(), nn.Linear(D, 2))
     x = torch.randn(B, T, D)
-    from torch.func import functional_call  # noqa: F401
-
     assert_clipped_as_single_examples(model, losses, x, x.split(1))
 
 

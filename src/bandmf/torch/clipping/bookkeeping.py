@@ -74,7 +74,10 @@ class Bookkeeping:
                 wider = widened(contribution) if isinstance(contribution, Tensor) else contribution
                 terms.setdefault(name, []).append(wider)
         if not terms:
-            raise ValueError("losses: must depend on the parameters that are trained; none of them was used")
+            raise ValueError(
+                "losses: must depend on the parameters that are trained, and none of them was used; activation "
+                "checkpointing needs use_reentrant=False"
+            )
         joined = {name: join(several) for name, several in sorted(terms.items())}
         written = write_out_thin(joined)
         count_places(written)
