@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional
-
 from bandmf.torch.training.self_test import extremes
 from bandmf.torch.training.self_test.choice import traits_of
 from bandmf.torch.training.self_test.extremes import halved
 from bandmf.torch.training.self_test.guarded import Guards
+from torch import nn
+from torch.nn import functional
+
 from one_at_a_time import MODES
 from private_loops import Rows, outcome, plain, private_of, vectors
 from sweeps import in_turn
