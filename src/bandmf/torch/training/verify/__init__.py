@@ -30,6 +30,7 @@ from bandmf.torch.noise.precision import exact
 from bandmf.torch.training.data import Collate
 from bandmf.torch.training.verify import sentences
 from bandmf.torch.training.verify.company import Compared, compare, gradients_differ
+from bandmf.torch.training.verify.draws import Draws
 from bandmf.torch.training.verify.others import Gradient, Judged, judge
 from bandmf.torch.training.verify.passes import Passes
 from bandmf.torch.training.verify.start import Start, same_bits
@@ -103,28 +104,39 @@ def _changes(
 
 
 def _sums(passes: Passes, clipping: str, found: Compared) -> Compared:
-    """Clipping that clips nothing must give the sum of what autograd gives for single examples."""
+    """Clipping that clips nothing must give what autograd gives for single examples: the first one's, and all added up.
+
+    The first alone shows what is attributed to the wrong example, which no sum over all of them does.
+    """
     members = sorted(found.alone)
-    sums = {n: torch.zeros(p.shape, device=p.device) for n, p in passes.trained.items()}
-    try:
-        clip = make_clipping(clipping, passes.model, passes.trained, _HUGE, False)
-        draws = passes.clipped(
-            members,
-            found.style,
-            lambda losses, batch: clip.add_to(sums, losses, batch, len(members), len(members)),
-        )
-    except (RuntimeError, ValueError, TypeError) as error:
-        return Compared([sentences.no_clipping(error)])
-    if found.notes:
-        return Compared()
-    expected: Gradient = {name: _added(found, name) for name in passes.trained}
-    differ = gradients_differ(dict(sums), expected, passes.is_half, found.rounding)
-    if differ and draws.shapes != passes(members).draws.shapes:
-        return Compared([], [sentences.not_summed()])
-    return Compared([sentences.other_sum(n) if bool(sums[n].any()) else sentences.lost(n) for n in differ])
+    for valid in sorted({1, len(members)}):
+        sums = {n: torch.zeros(p.shape, device=p.device) for n, p in passes.trained.items()}
+        try:
+            draws = _clipped(passes, clipping, found, members, sums, valid)
+        except (RuntimeError, ValueError, TypeError) as error:
+            return Compared([sentences.no_clipping(error)])
+        if found.notes:
+            return Compared()
+        expected: Gradient = {name: _added(found, name, members[:valid]) for name in passes.trained}
+        differ = gradients_differ(dict(sums), expected, passes.is_half, found.rounding)
+        if differ and draws.shapes != passes(members).draws.shapes:
+            return Compared([], [sentences.not_summed()])
+        if differ:
+            lost = [name for name in differ if not bool(sums[name].any())]
+            return Compared([sentences.lost(n) if n in lost else sentences.other_sum(n) for n in differ])
+    return Compared()
 
 
-def _added(found: Compared, name: str) -> Tensor | None:
-    given = [each[name] for each in found.alone.values()]
+def _clipped(
+    passes: Passes, clipping: str, found: Compared, members: list[int], sums: dict[str, Tensor], valid: int
+) -> Draws:
+    clip, count = make_clipping(clipping, passes.model, passes.trained, _HUGE, False), len(members)
+    return passes.clipped(
+        members, found.style, lambda losses, batch: clip.add_to(sums, losses, batch, count, valid)
+    )
+
+
+def _added(found: Compared, name: str, members: list[int]) -> Tensor | None:
+    given = [found.alone[member][name] for member in members]
     there = [each for each in given if each is not None]
     return torch.stack(there).sum(0) if there else None

@@ -45,6 +45,8 @@ class Pass:
     elsewhere: bool = False  # whether Python's or NumPy's generator was used
 
     def gradient(self, place: int, of: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        if not of:  # which autograd refuses
+            return ()
         self.draws.rewind(self.drew)
         with self.draws, sdpa_kernel(SDPBackend.MATH):
             return torch.autograd.grad(self.losses[place], of, retain_graph=True, allow_unused=True)
