@@ -120,7 +120,7 @@ def train_for_kills(folder: Path, device: str, tiny: bool) -> None:
     from bandmf.torch import Training
 
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-    steps, width = (12, 8) if tiny else (120, 64)
+    steps, width = (12, 8) if tiny else (60, 64)
     ledger._fresh_run_id = lambda: "5a" * 16  # the same run in another folder
     torch.manual_seed(1)
     layers = [nn.Conv2d(3, width, 3, padding=1), *(Residual(width) for _ in range(4))]
@@ -149,8 +149,10 @@ def kill_and_compare(device: str, tiny: bool, kills: int) -> dict[str, Any]:
         begin = time.perf_counter()
         _child(clean, device, tiny, None)
         whole = time.perf_counter() - begin
+        print(f"one run takes {whole:.1f} s", flush=True)
         for _ in range(kills):
             code, text = _child(killed, device, tiny, dice.uniform(0.6, 0.95) * whole)
+            print(f"killed: {code}", flush=True)
             landed += code == -signal.SIGKILL
             log += [line for line in text.splitlines() if "bandmf" in line]
         code, text = _child(killed, device, tiny, None)
@@ -167,10 +169,11 @@ def kill_and_compare(device: str, tiny: bool, kills: int) -> dict[str, Any]:
 
 
 def _child(folder: Path, device: str, tiny: bool, seconds: float | None) -> tuple[int, str]:
+    limit = seconds or 120  # also where nothing kills it: a child that hangs is a failure
     command = [sys.executable, __file__, "--child", str(folder), "--device", device, *(["--tiny"] * tiny)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ.copy())
     try:
-        _, text = process.communicate(timeout=seconds)
+        _, text = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
         process.kill()
         _, text = process.communicate()
@@ -222,6 +225,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--parts", nargs="+", default=["verify", "kills", "jax"])
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child is not None:
@@ -239,9 +243,9 @@ def main() -> None:
         "kills": lambda: kill_and_compare(given.device, given.tiny, 1 if given.tiny else KILLS),
         "jax": jax_steps,
     }
-    for name, part in parts.items():
+    for name in given.parts:
         try:
-            results[name] = part()
+            results[name] = parts[name]()
         except Exception as error:
             results[name] = {"failed": f"{type(error).__name__}: {error}"}
         print(json.dumps({name: results[name]}, indent=1), flush=True)

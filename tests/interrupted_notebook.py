@@ -22,7 +22,8 @@ from bandmf import Key
 from bandmf.torch import Training
 from training import losses, same_run, simple_plan, small_data, small_model, weights
 
-PLAN = simple_plan(steps=150, examples=60, batch_size=10)
+INTERRUPTS = int(sys.argv[2])
+PLAN = simple_plan(steps=20 + 6 * INTERRUPTS, examples=60, batch_size=10)
 
 
 def open_run(folder):
@@ -46,7 +47,7 @@ def interrupt_after(seconds):
 
 
 def cell(training, seconds):
-    """Train until an interrupt."""
+    """Train until an interrupt; whether it came in time."""
     thread = interrupt_after(seconds)
     try:
         for _ in training:
@@ -55,6 +56,8 @@ def cell(training, seconds):
         time.sleep(0.5)
     except KeyboardInterrupt:
         thread.join()
+        return not training.finished
+    return False
 
 
 def recovered(training, folder):
@@ -77,7 +80,7 @@ def usable(training, folder, counts):
 
 
 def main():
-    folder, interrupts = Path(sys.argv[1]), int(sys.argv[2])
+    folder = Path(sys.argv[1])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     dice, counts = random.Random(5), {"interrupts": 0, "refusals": 0}
@@ -85,9 +88,8 @@ def main():
     for _ in clean:
         pass
     training = open_run(folder / "run")
-    while counts["interrupts"] < interrupts and not training.finished:
-        counts["interrupts"] += 1
-        cell(training, dice.uniform(0.001, 0.06))
+    while counts["interrupts"] < INTERRUPTS and not training.finished:
+        counts["interrupts"] += cell(training, dice.uniform(0.001, 0.04))
         training = usable(training, folder / "run", counts)
     for _ in training:
         pass

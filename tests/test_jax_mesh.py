@@ -8,11 +8,11 @@ import children
 from children import HERE, devices
 
 CLAIMS = [
-    "data-parallel", "sharded, in microbatches,", "no collective", "steps taken at once", "an eighth each",
+    "data-parallel", "sharded, in micro-batches,", "no collective", "steps taken at once", "an eighth each",
     "compiled once", "data sets over devices", "devices that disagree", "two processes, restarted,",
     "sums of its own are refused", "one process disagrees",
 ]  # fmt: skip
-FURTHER = ["flat over all devices", "restart on one device", "restart on eight devices, flat"]
+FURTHER = ["flat over all devices", "restart on one device", "restart on eight devices"]
 SCRIPT = HERE / "jax_mesh_training.py"
 
 

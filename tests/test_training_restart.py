@@ -73,7 +73,7 @@ def test_a_run_killed_many_times_ends_with_the_weights_of_one_that_was_not(times
 def test_a_notebook_that_is_interrupted_ends_with_the_weights_of_one_that_was_not(times, tmp_path):
     result = children.run(HERE / "interrupted_notebook.py", tmp_path, str(times), timeout=400)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert json.loads(result.stdout)["interrupts"] >= min(times, 10)
+    assert json.loads(result.stdout)["interrupts"] >= times // 2
     clean, found = torch.load(tmp_path / "weights.pt")
     assert torch.equal(clean, found)
 

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bandmf.jax.training.batches import Batch
+from bandmf.jax.training.trials import comparing, sizes
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from bandmf.jax import Clipped, clipped_gradient
 from bandmf.jax.training import trials
-from bandmf.jax.training.batches import Batch
-from bandmf.jax.training.trials import comparing, sizes
 from jax_training import Source
 from sweeps import in_turn, spread
 

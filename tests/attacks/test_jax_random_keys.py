@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bandmf.jax.training.batches import Batch
 from jax import lax
 
 from bandmf.jax import clipped_gradient
-from bandmf.jax.training.batches import Batch
 from jax_training import Source
 
 ROWS, FEATURES = 48, 20
