@@ -19,7 +19,7 @@ SOURCE = Path(bandmf.__file__).parent
 # The architecture's list, top to bottom. A new file takes its place here. `__init__` is `bandmf` itself: it
 # re-exports what is above it, so only what is below may import from it.
 ORDER = [
-    *("_types", "_check", "_text", "_extras", "_files", "_cache", "_deprecated"),
+    *("_types", "_check", "_text", "_extras", "_files", "_cache"),
     *("streaming", "band_columns"),
     "workloads",
     "participation",

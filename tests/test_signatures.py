@@ -9,9 +9,8 @@ import pytest
 
 import bandmf
 from bandmf import optimize, workloads
-from bandmf.error import max_squared_error, mean_squared_error
 from bandmf.participation import FixedEpochs, MinSeparation, Single
-from bandmf.strategies import Banded, BandedToeplitz, Identity
+from bandmf.strategies import Banded, BandedToeplitz
 
 N = 32
 TOEPLITZ = BandedToeplitz([1.0, 0.5], N)
@@ -133,60 +132,11 @@ def test_a_banded_strategy_takes_its_columns_as_documented():
 
 # --- old forms ----------------------------------------------------------------------------------------
 
-OLD_POSITIONS = {
-    "rmse": (lambda: bandmf.rmse(TOEPLITZ, ROUGH, FixedEpochs(4)),
-             lambda: bandmf.rmse(TOEPLITZ, workload=ROUGH, participation=FixedEpochs(4))),
-    "max_error": (lambda: bandmf.max_error(TOEPLITZ, ROUGH), lambda: bandmf.max_error(TOEPLITZ, workload=ROUGH)),
-    "per_step_error": (lambda: bandmf.per_step_error(TOEPLITZ, ROUGH).sum(),
-                       lambda: bandmf.per_step_error(TOEPLITZ, workload=ROUGH).sum()),
-    "mean_squared_error": (lambda: mean_squared_error(TOEPLITZ, ROUGH),
-                           lambda: mean_squared_error(TOEPLITZ, workload=ROUGH)),
-    "max_squared_error": (lambda: max_squared_error(TOEPLITZ, ROUGH),
-                          lambda: max_squared_error(TOEPLITZ, workload=ROUGH)),
-    "banded_toeplitz": (lambda: optimize.banded_toeplitz(N, 4, None, "max", False).rmse,
-                        lambda: optimize.banded_toeplitz(N, 4, objective="max", normalize_columns=False).rmse),
-    "banded": (lambda: optimize.banded(N, 4, ROUGH).rmse, lambda: optimize.banded(N, 4, workload=ROUGH).rmse),
-    "dense": (lambda: optimize.dense(16, 4).rmse, lambda: optimize.dense(16, epochs=4).rmse),
-    "horizon": (lambda: optimize.horizon(N, 4, workloads.prefix(N)).rmse, lambda: optimize.horizon(N, 4).rmse),
-    "inverse_plus_constant": (lambda: optimize.inverse_plus_constant(N, 4, False).rmse,
-                              lambda: optimize.inverse_plus_constant(N, 4, normalize_columns=False).rmse),
-    "banded_inverse": (lambda: optimize.banded_inverse(N, 2, FixedEpochs(4)).rmse,
-                       lambda: optimize.banded_inverse(N, 2, participation=FixedEpochs(4)).rmse),
-    "buffered_toeplitz": (lambda: optimize.buffered_toeplitz(N, 1, FixedEpochs(4), "max").rmse,
-                          lambda: optimize.buffered_toeplitz(N, 1, participation=FixedEpochs(4), objective="max").rmse),
-    "lti": (lambda: optimize.lti(N, FixedEpochs(4)).rmse,
-            lambda: optimize.lti(N, participation=FixedEpochs(4)).rmse),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", OLD_POSITIONS)
-def test_old_positional_forms_give_the_same_with_a_warning(name):
-    old, new = OLD_POSITIONS[name]
-    with pytest.warns(DeprecationWarning, match=f"{name} with .* by position"):
-        found = old()
-    assert found == new()
-
 
 @pytest.mark.parametrize(
     "call",
     [lambda: bandmf.rmse(TOEPLITZ, None, None, None), lambda: bandmf.rmse(TOEPLITZ, None, workload=None)],
 )
-def test_positions_that_never_were_are_python_errors(call):
+def test_arguments_by_position_that_have_a_name_are_python_errors(call):
     with pytest.raises(TypeError):
         call()
-
-
-def test_names_that_the_documents_showed_still_work_with_a_warning():
-    import bandmf.demo.datasets
-
-    with pytest.warns(DeprecationWarning, match=r"bandmf\.demo\.datasets"):
-        assert bandmf.datasets is bandmf.demo.datasets
-    with pytest.warns(DeprecationWarning, match=r"bandmf\.Key"):
-        assert bandmf.noise.Key is bandmf.Key
-    with pytest.warns(DeprecationWarning, match="cipher_rounds="):
-        assert bandmf.noise.NumpyEngine(Identity(2), rounds=12).cipher_rounds == 12
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        bandmf.noise.nothing  # noqa: B018
-    from bandmf.planning.sweep import sweep
-
-    assert bandmf.sweep is sweep

@@ -37,7 +37,6 @@ _PUBLIC = {
     "torch": "",
     "workloads": "",
 }
-_MOVED = {"datasets": "bandmf.demo.datasets"}
 
 __all__ = list(_PUBLIC)
 
@@ -65,11 +64,6 @@ def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
         home = _PUBLIC[name]
         return getattr(import_module(home), name) if home else import_module(f"bandmf.{name}")
-    if name in _MOVED:
-        from bandmf._deprecated import warn
-
-        warn(f"bandmf.{name}", _MOVED[name], depth=2)
-        return import_module(_MOVED[name])
     raise AttributeError(f"module 'bandmf' has no attribute {name!r}")
 
 

@@ -24,7 +24,6 @@ import numpy as np
 from scipy import linalg
 
 from bandmf import band_columns
-from bandmf._deprecated import once_positional
 from bandmf._types import FloatArray
 from bandmf.error import band_covariance
 from bandmf.error.band_covariance import BandCovariance
@@ -41,7 +40,6 @@ _MOST_ROWS = 2**14  # for which all of A C^-1 is written out, where C is Toeplit
 _COLUMNS = 256  # of it at a time
 
 
-@once_positional("workload")
 def per_step_error(strategy: Strategy, *, workload: Workload | None = None) -> FloatArray:
     """Squared row norms of A C^-1, one for each step; sensitivity is not included.
 
@@ -77,13 +75,11 @@ def _per_step_error(strategy: Strategy, workload: Workload) -> FloatArray:
     return per_step_error_by_rows(strategy.inverse(), workload.operator, strategy.steps)
 
 
-@once_positional("workload")
 def mean_squared_error(strategy: Strategy, *, workload: Workload | None = None) -> float:
     """The mean of `per_step_error`, in closed form where there is one."""
     return _aggregate(strategy, workload, lambda closed: closed.mean(), np.mean)
 
 
-@once_positional("workload")
 def max_squared_error(strategy: Strategy, *, workload: Workload | None = None) -> float:
     """The largest of `per_step_error`. With normalized columns it is not the last one."""
     return _aggregate(strategy, workload, lambda closed: closed.maximum(), np.max)
@@ -114,7 +110,6 @@ def _finite(errors: FloatArray) -> FloatArray:
     return errors
 
 
-@once_positional("workload", "participation")
 def rmse(
     strategy: Strategy, *, workload: Workload | None = None, participation: Participation | None = None
 ) -> float:
@@ -128,7 +123,6 @@ def rmse(
     return reach * math.sqrt(mean_squared_error(strategy, workload=workload))
 
 
-@once_positional("workload", "participation")
 def max_error(
     strategy: Strategy, *, workload: Workload | None = None, participation: Participation | None = None
 ) -> float:

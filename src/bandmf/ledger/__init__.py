@@ -34,7 +34,14 @@ from pathlib import Path
 from typing import Any
 
 from bandmf import _check
-from bandmf.ledger.checks import MOVED, REVEALS, ReleasedOtherwiseError, check_process, expect_same, one_at_a_time
+from bandmf.ledger.checks import (
+    MOVED,
+    REVEALS,
+    ReleasedOtherwiseError,
+    check_process,
+    expect_same,
+    one_at_a_time,
+)
 from bandmf.ledger.file import LockedLines, Place
 from bandmf.randomness.key import Key
 

@@ -5,9 +5,6 @@ state = engine.init({"weight": (20, 10)})         # global shapes by name
 state = engine.add(state, gradients, scale)       # gradients += scale * y, in place
 """
 
-from bandmf._deprecated import moved
 from bandmf.noise.engine import Engine, NumpyEngine, State
 
 __all__ = ["Engine", "NumpyEngine", "State"]
-
-__getattr__ = moved(__name__, {"Key": "bandmf.Key"})

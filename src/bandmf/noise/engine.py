@@ -17,7 +17,6 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from bandmf import _check
-from bandmf._deprecated import renamed_arguments
 from bandmf.native.loading import chosen, threads
 from bandmf.noise import checks, native
 from bandmf.noise.normals import Float32, Source, chunks
@@ -75,7 +74,6 @@ class NumpyEngine:
     on all cores) or "numpy" (one core); None takes the first where it is there.
     """
 
-    @renamed_arguments(rounds="cipher_rounds")
     def __init__(
         self,
         strategy: Strategy,

@@ -13,7 +13,6 @@ from collections.abc import Callable
 import numpy as np
 
 from bandmf import _check, band_columns, workloads
-from bandmf._deprecated import once_positional
 from bandmf._types import FloatArray
 from bandmf.error import per_step_error
 from bandmf.error.band_covariance import WORST_CONDITION, BandCovariance
@@ -55,7 +54,6 @@ class NormalizedLoss:
         return math.log(value), d_entries / value
 
 
-@once_positional("workload", "objective")
 def banded(
     steps: int,
     bands: int,
@@ -86,7 +84,6 @@ def banded(
     return search.run(start, DEFAULT_GAP[search.goal.name] if gap is None else gap, max_iterations)
 
 
-@once_positional("workload", "objective")
 def parameterized(
     entries: Callable[[FloatArray], FloatArray],
     pullback: Callable[[FloatArray, FloatArray], FloatArray],

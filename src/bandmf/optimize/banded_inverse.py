@@ -22,7 +22,6 @@ import numpy as np
 from scipy.optimize import minimize
 
 from bandmf import _check
-from bandmf._deprecated import once_positional
 from bandmf._types import FloatArray
 from bandmf.error import max_error, rmse
 from bandmf.error.closed_form import BandedInverseError
@@ -40,7 +39,6 @@ _POLISHED = 1e-9  # relative gain below which polishing ends
 _ROUNDS_OF_POLISHING = 8
 
 
-@once_positional("participation", "workload", "objective")
 def banded_inverse(
     steps: int,
     bands: int,

@@ -24,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 
 from bandmf import _check
-from bandmf._deprecated import once_positional
 from bandmf._types import FloatArray
 from bandmf.error import max_error, rmse
 from bandmf.optimize.descent import Descent, Watcher, descend
@@ -41,7 +40,6 @@ _WORTH_A_BUFFER = 1e-7  # of the logarithm of the squared error
 _NARROWEST = 1e-6  # a pole and a zero this close cancel; closer, differences lose their digits
 
 
-@once_positional("participation", "objective")
 def buffered_toeplitz(
     steps: int,
     buffers: int,

@@ -20,7 +20,6 @@ import numpy as np
 from scipy.linalg import LinAlgError, cho_solve, cholesky, eigh
 
 from bandmf import _check, band_columns, workloads
-from bandmf._deprecated import once_positional
 from bandmf._types import FloatArray
 from bandmf.optimize.banded import DEFAULT_GAP
 from bandmf.optimize.certificate import relative_gap
@@ -48,7 +47,6 @@ class Found(NamedTuple):
 Solver = Callable[[Objective, float, int], Found]
 
 
-@once_positional("epochs", "workload", "objective")
 def dense(
     steps: int,
     *,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import numpy as np
 
 from bandmf import _check
-from bandmf._deprecated import once_positional
 from bandmf._types import FloatArray
 from bandmf.error import rmse
 from bandmf.optimize import arguments
@@ -25,7 +24,6 @@ from bandmf.workloads import Workload, workload_for
 _POINTS_PER_OCTAVE = 2
 
 
-@once_positional("workload")
 def horizon(
     steps: int,
     bands: int,

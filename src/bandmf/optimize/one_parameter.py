@@ -13,7 +13,6 @@ import numpy as np
 from scipy.optimize import minimize_scalar
 
 from bandmf import _check, strategies
-from bandmf._deprecated import once_positional
 from bandmf._types import FloatArray
 from bandmf.error import max_error, rmse
 from bandmf.error.closed_form import ClosedForm, toeplitz_error
@@ -25,7 +24,6 @@ from bandmf.strategies import BandedToeplitz
 from bandmf.workloads import Workload, workload_for
 
 
-@once_positional("normalize_columns")
 def inverse_plus_constant(
     steps: int,
     bands: int,
@@ -78,7 +76,6 @@ def inverse_plus_constant(
     return Solution.of(strategy, mean, found, clock, objective=root * math.sqrt(found.loss))
 
 
-@once_positional("participation", "workload", "objective")
 def lti(
     steps: int,
     *,

@@ -13,7 +13,6 @@ from functools import partial
 import numpy as np
 
 from bandmf import _check
-from bandmf._deprecated import once_positional
 from bandmf._types import FloatArray
 from bandmf.error import per_step_error, rmse
 from bandmf.error.closed_form import toeplitz_error
@@ -33,7 +32,6 @@ NORMALIZE = (False, "after", "optimized")
 _NEGLIGIBLE_END = 1e-5  # of all steps
 
 
-@once_positional("workload", "objective", "normalize_columns")
 def banded_toeplitz(
     steps: int,
     bands: int,

@@ -19,7 +19,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from bandmf import _check
-from bandmf._deprecated import renamed_arguments
 from bandmf.jax.noise import native_executor, triton_executor
 from bandmf.jax.noise.executor import Executor, Vectors
 from bandmf.jax.noise.kernel_executor import KernelExecutor
@@ -88,7 +87,6 @@ class Engine:
     device, without look-ahead); None takes what is there for the device. `lookahead` is as for `NumpyEngine`.
     """
 
-    @renamed_arguments(rounds="cipher_rounds")
     def __init__(
         self,
         strategy: Strategy,

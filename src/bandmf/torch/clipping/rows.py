@@ -27,7 +27,9 @@ from bandmf.torch.clipping.products import widened
 class Owners(Protocol):
     """The owner of each row of a layer."""
 
-    dimensions: int  # how many leading dimensions count rows
+    @property
+    def dimensions(self) -> int:
+        """How many leading dimensions count rows."""
 
     def count(self, examples: int) -> int:
         """How many rows a layer has."""

@@ -288,7 +288,7 @@ def _described(node: Node, gradients: Tensor, every: bool) -> list[Described]:
     def compute(*values: Tensor) -> Tensor:
         return node.recipe(dict(zip(node.sources, values, strict=True)))
 
-    output, pull = vjp(compute, *given)
+    output, pull, *_ = vjp(compute, *given)
     gradients = gradients.to(output.dtype)
     if every:
         found = vmap(pull)(gradients.reshape(len(gradients), *output.shape))

@@ -50,7 +50,7 @@ _DPO = (
 
 
 class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):
-    """trl.SFTTrainer for private training: PrivateTrainer's `plan`, `clip_norm` and `folder`, the rest as in SFTTrainer.
+    """trl.SFTTrainer for private training: `plan`, `clip_norm` and `folder` as in PrivateTrainer, the rest as there.
 
     Args and attributes are those of PrivateTrainer. Data with several texts packed into one example, padding-free
     batches, images and the balancing losses of experts are refused.
@@ -73,7 +73,7 @@ class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):
 
 
 class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):
-    """trl.DPOTrainer for private training: PrivateTrainer's `plan`, `clip_norm` and `folder`, the rest as in DPOTrainer.
+    """trl.DPOTrainer for private training: `plan`, `clip_norm` and `folder` as in PrivateTrainer, the rest as there.
 
     Args and attributes are those of PrivateTrainer. One example is one pair of texts. The losses are "sigmoid", "hinge"
     and "ipo"; others, padding-free batches, images and a reference model that follows are refused.

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from bandmf import _check
-from bandmf._deprecated import renamed_arguments
 from bandmf.native.loading import chosen
 from bandmf.noise import checks
 from bandmf.noise.provenance import Provenance
@@ -73,7 +72,6 @@ class Engine:
     that fit in `max_vectors`), which takes as many vectors and saves as many draws a step.
     """
 
-    @renamed_arguments(rounds="cipher_rounds")
     def __init__(
         self,
         strategy: Strategy,
