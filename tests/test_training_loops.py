@@ -6,6 +6,7 @@ import copy
 import logging
 import pickle
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -75,6 +76,32 @@ def draws(training, step):
 @pytest.mark.parametrize("body", [evaluates, toggles, leaves_gradients, copies, draws])
 def test_a_loop_may_do_between_steps_what_it_likes(body, expected):
     assert torch.equal(weights_of(body), expected)
+
+
+def in_turns(one, other):
+    for _ in zip(one, other, strict=True):
+        pass
+
+
+def in_threads(one, other):
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(train, (one, other)))
+
+
+@pytest.mark.parametrize("go", [in_turns, in_threads])
+def test_two_runs_side_by_side_draw_what_each_draws_alone(go):
+    def pair():
+        return [open_run(small_model(dropout=0.5), key=Key(bytes([number]) * 32)) for number in (1, 2)]
+
+    alone, together = pair(), pair()
+    for training in alone:
+        train(training)
+    before = torch.get_rng_state()
+    go(*together)
+    for one, other in zip(alone, together, strict=True):
+        assert torch.equal(weights(one.model), weights(other.model))
+    assert not torch.equal(weights(alone[0].model), weights(alone[1].model))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_step_leaves_modes_and_requires_grad_as_the_loop_has_them():

@@ -35,8 +35,8 @@ class Generators:
     @contextmanager
     def lent(self, purpose: str, step: int, micro_batch: int) -> Iterator[None]:
         """All global generators are the run's in here, for the model and its losses; fails if something seeds them."""
-        before = RandomState()
-        with generators.lent():
+        with generators.lent():  # one thread at a time
+            before = RandomState()
             secret = self.secret(purpose, step, micro_batch)
             generators.seed(secret)
             seed = seed_torch(secret)
@@ -54,8 +54,8 @@ class Generators:
     @contextmanager
     def loading(self, purpose: str, step: int, micro_batch: int = 0) -> Iterator[None]:
         """All global generators are those of a batch in here; then they are what they were before."""
-        before = RandomState()
         with generators.lent():
+            before = RandomState()
             seed_all(self.secret(purpose, step, micro_batch))
             try:
                 yield
