@@ -541,10 +541,9 @@ def convolution(**options):
 
 
 def spectral():
-    """Its buffers follow the weights alone; a frozen one, as what it computes with weights has no rows."""
-    return nn.Sequential(
-        nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)).requires_grad_(False), net()
-    )
+    """Frozen and in eval mode, in which it leaves its buffers alone."""
+    frozen = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)).requires_grad_(False).eval()
+    return nn.Sequential(frozen, net())
 
 
 def half(model, batch):

@@ -133,10 +133,10 @@ class Training:
             "clip_norm": clip_norm, "per_layer": per_layer, "clipping": clipping, "len(data)": examples.count(),
             "micro_batch": micro_batch, "save_every": self._save_every, "verify": bool(verify),
         })  # fmt: skip
-        check_memory(plan, trained, ranks)
         note_modes(model)
         with trained.in_a_step():
             check(model, clipping=clipping).refuse()
+            check_memory(plan, trained, ranks)
             self._clipping = make_clipping(clipping, model, trained.parameters, clip_norm, per_layer)
             self._verified = verify and _verified(model, losses, examples, clipping)
         self._opened = Opened(self.folder, key, moved, ranks)

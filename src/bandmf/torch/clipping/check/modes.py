@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from bandmf.torch.clipping.check.layers import trains
 from bandmf.torch.clipping.layers import layers_of
 from bandmf.torch.clipping.recording import Bare, Layer
 from bandmf.torch.clipping.refusals import Finding, UnfitError
@@ -20,14 +21,29 @@ def of_clipping(model: nn.Module, mode: str) -> Found:
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         return [], []  # which tells nothing of its layers, and is refused where it is trained
     if mode == "vmap":
-        sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-        return [Finding("", "is sharded by FSDP2", "use clipping='auto'")] if sharded else [], []
+        return list(_not_vectorized(model)), []
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     try:
         layers, bare = layers_of(model, names)
     except UnfitError as error:
         return [error.finding], []
     return [], [*_without_rule(layers), *_without_layer(bare)]
+
+
+def _not_vectorized(model: nn.Module) -> Iterator[Finding]:
+    """What torch.func does not map, as far as its kind shows it."""
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        yield Finding("", "is sharded by FSDP2", "use clipping='auto'")
+    for path, module in model.named_modules():
+        if isinstance(module, nn.GRU | nn.RNN | nn.RNNCellBase):
+            what = "whose states are changed in place"
+        elif isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and trains(module):
+            what = "whose gradient is sparse"
+        else:
+            continue
+        yield Finding(
+            path, f"is {type(module).__name__}, {what}: torch.func cannot vectorize it", "use clipping='auto'"
+        )
 
 
 def _without_rule(layers: list[Layer]) -> Iterator[Finding]:

@@ -23,9 +23,10 @@ from torch.utils.data import default_collate
 
 from bandmf import _check
 from bandmf.torch.clipping import make_clipping
+from bandmf.torch.clipping.check import check
 from bandmf.torch.clipping.check.report import Report
 from bandmf.torch.clipping.protocol import Losses
-from bandmf.torch.clipping.refusals import Finding, mixing, suspects
+from bandmf.torch.clipping.refusals import Finding
 from bandmf.torch.noise.precision import exact
 from bandmf.torch.training.data import Collate
 from bandmf.torch.training.verify import sentences
@@ -48,7 +49,7 @@ def verify(
     collate: Collate | None = None,
     clipping: str = "auto",
 ) -> Report:
-    """Whether each of a few examples, as a data set gives them, contributes by itself.
+    """Whether each of a few examples, as a data set gives them, contributes by itself; all that `check` finds as well.
 
     losses: As in Training: `losses(model, batch)` gives a vector, one loss for each example.
     examples: Two to eight that differ in length, class and size; public or made-up ones will do.
@@ -56,7 +57,7 @@ def verify(
     examples = list(examples)
     _check.whole("len(examples)", len(examples), 2, _MOST)
     notes: list[Finding] = []
-    problems = list(mixing(suspects(model)))
+    problems = list(check(model, clipping=clipping).problems)
     if not problems:
         with exact(), Start(model) as start:
             passes = Passes(model, losses, examples, collate or default_collate, start)
