@@ -12,9 +12,11 @@ import optax
 import bandmf
 from bandmf import Key
 from bandmf.jax import Training
-from training import same_run
+from bandmf.jax.training.data import Source
+from training import same_run, simple_plan
 
 EXAMPLES, STEPS, CLIP = 60, 12, 0.5
+KEY = Key(bytes(32))
 
 
 @lru_cache
@@ -52,7 +54,7 @@ def training(plan=None, optimizer=None, loss=loss, data=None, key=None, clip_nor
             globals()["data"]() if data is None else data,
             globals()["plan"]() if plan is None else plan,
             clip_norm=clip_norm,
-            key=Key(bytes(32)) if key is None else key,
+            key=KEY if key is None else key,
             **more,
         )
 
@@ -74,3 +76,26 @@ def weights_of(plan=None, optimizer=None, at_once=1, until=None, **more):
 
 def flat(tree):
     return np.concatenate([np.asarray(leaf, np.float32).reshape(-1) for leaf in jax.tree.leaves(tree)])
+
+
+# --- under Training -----------------------------------------------------------------------------------------
+
+
+def clipped_sum(training, indices, step=0):
+    """What a step makes of these examples before its noise, of the weights that `init` was given."""
+    rows = training._source.rows([np.asarray(indices)], step, training._examples_key)
+    held = training._held
+    return training._programs.clip(held.trained, training._frozen, rows, np.int32(step), training._secrets)[0]
+
+
+def loaded(data, indices, examples, step=0, key=KEY, size=48):
+    """The rows of a batch as Training loads them: those of its examples, in their order."""
+    source = data if isinstance(data, Source) else source_of(data, examples, size)
+    rows = source.rows([np.asarray(indices)], step, key)
+    valid = np.asarray(rows.places).reshape(-1) >= 0
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:])[valid], rows.data)
+
+
+def source_of(data, examples, size=48):
+    """One that takes turns of so many rows."""
+    return Source(data, simple_plan(examples=examples, batch_size=size / 2), size, None)

@@ -1,23 +1,27 @@
-"""Random numbers of examples in JAX: each example draws from a key of its own, wherever it is in the batch."""
+"""What a loss draws at random or calls outside of JAX: each example by itself, wherever it is in the batch."""
 
 from __future__ import annotations
-
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from bandmf.jax.training.batches import Batch
 from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.experimental.buffer_callback import buffer_callback
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import jax_training as tiny
 from bandmf.jax import clipped_gradient
-from jax_training import Source
+from training import simple_plan
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 ROWS, FEATURES = 48, 20
 DICE = np.random.default_rng(0)
 X = DICE.normal(size=(ROWS, FEATURES)).astype(np.float32)
-Y, IDS = np.sign(X[:, 0]), np.arange(ROWS, dtype=np.int32)
+Y = np.sign(X[:, 0])
 WEIGHTS = jnp.zeros(FEATURES)
 
 
@@ -125,69 +129,130 @@ def test_the_first_key_moves_all_examples_where_programs_are_not_looked_at(monke
     assert jnp.linalg.norm(gradient(WEIGHTS, (X, Y, keys)).total - without) > 3
 
 
-# --- keys by the place of an example ---------------------------------------------------------------------------
+# --- keys of Training -------------------------------------------------------------------------------------------
 
-GRADIENT = jax.jit(
-    clipped_gradient(
-        lambda weights, example, key: loss(weights, *example, drawn(key)), clip_norm=1.0, batch_argnums=(1, 2)
+
+def begun(loss, data=(X, Y), **more):
+    """A run of which nothing was released yet."""
+    plan = simple_plan(examples=ROWS, batch_size=12, steps=4)
+    training = tiny.training(plan, optax.sgd(1.0), loss, data, clip_norm=1.0, **more)
+    return training, training.init(WEIGHTS)
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_training_refuses_keys_of_the_data_by_which_all_draw_from_the_first(at_once):
+    keys = jax.random.split(jax.random.key(0, impl="rbg"), ROWS)
+    training, state = begun(keyed(drawn), (X, Y, keys))
+    with pytest.raises(ValueError, match=r"^random keys: .* from the key of the first one"):
+        next(training.steps(state, at_once=at_once))
+    assert training.spent() == 0
+
+
+@pytest.mark.parametrize("default", ["threefry2x32", "rbg"])
+def test_the_key_that_a_loss_is_given_goes_with_the_example_and_not_with_its_row(default):
+    """Keys split over the rows once moved the sum by 8.7 clip norms: without one example, all others are elsewhere."""
+    with jax.default_prng_impl(default):
+        training, _ = begun(lambda weights, example, key: loss(weights, *example, drawn(key)), micro_batch=10)
+        some = DICE.permutation(ROWS)[:25]
+        every = tiny.clipped_sum(training, some)
+        without = tiny.clipped_sum(training, some[:0:-1])
+        assert 0.1 < jnp.linalg.norm(every - without) < 1.001
+        assert (
+            jnp.linalg.norm(every - tiny.clipped_sum(training, some, step=1)) > 1
+        )  # drawn anew in every step
+
+
+# --- what is outside of JAX -------------------------------------------------------------------------------------
+
+NUMBER = jax.ShapeDtypeStruct((), jnp.float32)
+
+
+def by_the_host(value, method):
+    return jax.pure_callback(
+        lambda given: np.float32(given / np.abs(given).max()), NUMBER, value, vmap_method=method
     )
-)
 
 
-def by_row(weights, rows, mask):
-    keys = jax.random.split(jax.random.fold_in(jax.random.key(0), 3), len(mask))
-    return GRADIENT(weights, rows[:2], keys, mask=mask)
+def foreign(value, method):
+    return jax.ffi.ffi_call("planted", NUMBER, vmap_method=method)(value)
 
 
-def by_number(weights, rows, mask):
-    keys = jax.vmap(partial(jax.random.fold_in, jax.random.fold_in(jax.random.key(0), 3)))(rows[2])
-    return GRADIENT(weights, rows[:2], keys, mask=mask)
+def by_buffers(value, method):
+    return buffer_callback(lambda *_: None, NUMBER, vmap_method=method)(value)
 
 
-def summed(function, indices):
-    source = Source((X, Y, IDS), ROWS, ROWS, ROWS, None)
-    return Batch(3, indices, source).sum(partial(function, WEIGHTS)).total
+def in_a_loop_of(call):
+    def looped(value, method):
+        return lax.fori_loop(0, 3, lambda _, found: found + call(value, method), jnp.float32(0))
+
+    return looped
 
 
-def test_keys_split_over_the_rows_are_refused():
-    """Without the first example all others are one row further up, and drop other units: 8.7 clip norms."""
-    with pytest.raises(ValueError, match=r"^sum: .* depends on the row that it is in.*fold_in"):
-        summed(by_row, np.arange(40))
-    rows, mask = tuple(jnp.asarray(leaf[:40]) for leaf in (X, Y, IDS)), jnp.ones(40, bool)
-    without = by_row(WEIGHTS, tuple(jnp.roll(leaf, -1, 0) for leaf in rows), mask.at[-1].set(False))
-    assert jnp.linalg.norm(by_row(WEIGHTS, rows, mask).total - without.total) > 3
-
-
-def test_keys_by_a_number_of_the_example_are_its_own():
-    with_all, without = summed(by_number, np.arange(40)), summed(by_number, np.arange(1, 40))
-    assert jnp.linalg.norm(with_all - without) < 1.001
-
-
-# --- functions of the host --------------------------------------------------------------------------------------
-
-
-def by_the_largest(method):
-    """A loss with a callback that divides by the largest of all that it is given."""
-
-    def loss(weights, row):
-        def scaled(values):
-            return (values / np.abs(values).max()).astype(np.float32)
-
-        size = jax.ShapeDtypeStruct((), jnp.float32)
-        return (weights @ row) * jax.pure_callback(scaled, size, row[0], vmap_method=method)
-
-    return clipped_gradient(loss, clip_norm=1.0)
+def scaled(call, method):
+    return lambda weights, example: (weights @ example[0]) * call(example[0][0], method)
 
 
 @pytest.mark.parametrize("method", ["expand_dims", "broadcast_all"])
-def test_callbacks_that_are_given_all_examples_at_once_are_refused(method):
+@pytest.mark.parametrize(
+    "call", [by_the_host, foreign, by_buffers, in_a_loop_of(by_the_host), in_a_loop_of(foreign)]
+)
+def test_functions_outside_of_jax_that_are_given_all_examples_at_once_are_refused(call, method):
     """One example moved the sum by eight clip norms."""
+    training, state = begun(scaled(call, method))
     with pytest.raises(ValueError, match=r"given all examples at once.*vmap_method='sequential'"):
-        jax.jit(by_the_largest(method))(jnp.ones(FEATURES), jnp.ones((ROWS, FEATURES)))
+        next(training.steps(state))
+    assert training.spent() == 0
 
 
-def test_callbacks_for_single_examples_are_taken():
-    rows = jnp.asarray(DICE.normal(size=(ROWS, FEATURES)).astype(np.float32))
-    gradient = jax.jit(by_the_largest("sequential"))
-    parts = [gradient(jnp.ones(FEATURES), rows[k : k + 8]).total for k in range(0, ROWS, 8)]
-    np.testing.assert_allclose(gradient(jnp.ones(FEATURES), rows).total, sum(parts), atol=1e-4)
+def test_functions_of_the_host_for_single_examples_are_taken():
+    training, _ = begun(scaled(by_the_host, "sequential"), micro_batch=16)
+    every = tiny.clipped_sum(training, range(40))
+    parts = [tiny.clipped_sum(training, range(k, k + 8)) for k in range(0, 40, 8)]
+    np.testing.assert_allclose(every, sum(parts), atol=1e-4)
+
+
+@custom_vmap
+def centered(row):
+    return row
+
+
+@centered.def_vmap
+def _(_size, _batched, rows):
+    return rows - rows.mean(0), True
+
+
+def test_a_rule_for_batches_is_refused():
+    """A batch norm that is not seen in a loss of one example: it moved the sum by 14 clip norms."""
+    training, state = begun(lambda weights, example: (centered(example[0]) @ weights - example[1]) ** 2)
+    with pytest.raises(ValueError, match=r"rule of its own for batches .*the loss sees one example"):
+        next(training.steps(state))
+    assert training.spent() == 0
+
+
+def test_a_rule_that_is_given_nothing_of_an_example_is_taken():
+    training, _ = begun(lambda weights, example: (example[0] @ weights - centered(jnp.ones(2))[0]) ** 2)
+    plain, _ = begun(lambda weights, example: (example[0] @ weights - 1) ** 2)
+    np.testing.assert_array_equal(*(tiny.clipped_sum(each, range(9)) for each in (training, plain)))
+
+
+def test_rules_and_foreign_functions_mix_examples_where_programs_are_not_looked_at(monkeypatch):
+    """The planted fault."""
+    monkeypatch.setattr("bandmf.jax.clipping.gradient.check_own_draws", lambda *given: None)
+    far = X * np.where(np.arange(ROWS) == 3, 1e4, 1).astype(np.float32)[:, None]
+    training, _ = begun(lambda weights, example: (centered(example[0]) @ weights - example[1]) ** 2, (far, Y))
+    every, without = (tiny.clipped_sum(training, range(first, 20)) for first in (3, 4))
+    assert jnp.linalg.norm(every - without) > 3
+
+
+@pytest.mark.parametrize("collective", [lax.psum, lax.pmean, lax.all_gather, lax.pmax])
+def test_a_loss_has_no_axis_over_which_it_could_see_others(collective):
+    """Neither the batch nor the mesh, whose rows are cut."""
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+
+    def together(weights, example):
+        return jnp.sum(collective(example[0], "data") @ weights) - example[1]
+
+    training, state = begun(together, sharding=NamedSharding(mesh, PartitionSpec("data")))
+    with pytest.raises(NameError, match="unbound axis name"):
+        next(training.steps(state))
+    assert training.spent() == 0

@@ -1,14 +1,14 @@
-"""What a loss calls for all examples at once, and must not: random draws from one key, and functions of the host.
+"""What a loss calls for all examples at once, and must not: random draws from one key, and functions outside of JAX.
 
 Under `jax.vmap`, keys of the implementations "rbg" and "unsafe_rbg" draw the numbers of all rows from the first row's
-key, and a callback may be given all rows in one call. Both show in the program of a batch: there they have a dimension
-more than in the program of one example.
+key; a callback or a foreign function may be given all rows in one call, and so is a rule of `custom_vmap`. All of this
+shows where the program of a batch is compared with that of one example: there are more dimensions, or the rule is gone.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,21 +16,24 @@ import jax
 from bandmf.jax.tracing import inside
 
 _NO_DRAWS = ("random_unwrap", "random_clone")
-_CALLBACKS = ("pure_callback", "io_callback")
+_OUTSIDE = ("pure_callback", "io_callback", "buffer_callback", "ffi_call")
+_RULE = "custom_vmap_call"  # stays in a program only where it is given nothing of an example
 _ROW_BY_ROW = "key<fry>"  # threefry2x32: what JAX draws with, unless told otherwise
 
 
-def check_own_draws(batch: Any, one: Callable[[Any], Any], examples: Any) -> None:
-    """Refuse a jaxpr of a batch in which examples draw, or call, together; `one` is the function of a single one."""
-    every = Counter(_shared(batch.jaxpr))
-    if not any(every):
-        return
-    first = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), examples)
-    together = {name for name, _ in every - Counter(_shared(jax.make_jaxpr(one)(first).jaxpr))}
-    if together & set(_CALLBACKS):
+def check_own_draws(batch: Any, one: Any) -> None:
+    """Refuse the jaxpr of a batch in which examples draw, or call, together; `one` is that of a single one."""
+    every, alone = (Counter(_shared(program.jaxpr)) for program in (batch, one))
+    together = {name for name, _ in every - alone}
+    if any(name == _RULE for name, _ in alone - every):
         raise ValueError(
-            "loss: calls a function of the host (jax.pure_callback) that is given all examples at once, so examples "
-            "could depend on each other; use vmap_method='sequential', which calls it for each"
+            "loss: has a rule of its own for batches (jax.custom_batching), which is given all examples at once, so "
+            "examples could depend on each other; leave custom_vmap out: the loss sees one example"
+        )
+    if together & set(_OUTSIDE):
+        raise ValueError(
+            "loss: calls a function outside of JAX (jax.pure_callback, jax.ffi) that is given all examples at once, so "
+            "examples could depend on each other; use vmap_method='sequential', which calls it for each"
         )
     if together:
         raise ValueError(
@@ -49,8 +52,10 @@ def _shared(program: Any) -> Iterator[tuple[str, Any]]:
             yield name, tuple(var.aval.shape for var in eqn.outvars)
         elif name.startswith("random_") and name not in _NO_DRAWS and _may_mix(eqn.invars[0].aval):
             yield name, eqn.invars[0].aval.shape
-        elif name in _CALLBACKS:
+        elif name in _OUTSIDE:
             yield name, tuple(var.aval.shape for var in eqn.invars)
+        elif name == _RULE:
+            yield name, ()
         for part in inside(eqn):
             yield from _shared(part)
 

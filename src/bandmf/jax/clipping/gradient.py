@@ -82,8 +82,14 @@ def clipped_gradient(
         check_others(arguments, where, weights, rows)
         own = own_weights(arguments, weights, (examples, kept))
         others = tuple(None if place in where else given for place, given in enumerate(own))
-        single = partial(one, others, where)
-        every = jax.vmap(single, spmd_axis_name=spmd_axis_name)
+        single, alone = partial(one, others, where), list[Any]()
+
+        def traced(example: Any) -> Any:
+            program, shapes = jax.make_jaxpr(single, return_shape=True)(example)
+            alone.append(program)
+            return _again(program, shapes)(example)
+
+        every = jax.vmap(traced, spmd_axis_name=spmd_axis_name)
         trained = [own[place] for place in weights]
         if holds is None:  # what the caller knows to be true, and the compiler does not
             holds = always((trained, examples, kept))
@@ -92,7 +98,7 @@ def clipped_gradient(
         def add_up(part: Any) -> tuple[Any, Any]:
             given, counts = part
             program, shapes = jax.make_jaxpr(every, return_shape=True)(given)
-            check_own_draws(program, single, given)
+            check_own_draws(program, alone[-1])
             gradients, more = computed_once(_again(program, shapes), given, holds, shapes)
             gradients, norms = jax.vmap(partial(clip, clip_norm=clip_norm))(gradients)
             total = jax.tree.map(lambda leaf: masked_sum(leaf, counts & jnp.isfinite(norms)), gradients)
