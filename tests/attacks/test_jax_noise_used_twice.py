@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 
 import jax
@@ -11,11 +12,10 @@ import optax
 import pytest
 
 import jax_training as tiny
-from bandmf.jax import Clipped, Engine, clipped_gradient, clipping, privatize
+from bandmf.jax import Engine, Training, clipped_gradient, clipping
 from bandmf.jax.noise.digest import digest
 from bandmf.ledger import Ledger
 from bandmf.randomness.key import Key
-from jax_training import CLIP, STEPS, Training, data, flat, open_run
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -57,66 +57,6 @@ def test_a_digest_sees_two_arrays_that_are_exchanged():
             assert not np.array_equal(digest([one, other], SEEDS), digest([other, one], SEEDS))
 
 
-def test_a_loss_with_the_other_sign_is_no_replay(tmp_path):
-    """Half of the difference of two such releases would be the sum without noise."""
-    plan = tiny.plan()
-    run, training = open_run(plan, tmp_path), Training(plan)
-    training.steps(run, *training.begin(), until=1)
-    run.close()
-    negated = Training(plan)
-    negated.gradient = jax.jit(clipped_gradient(lambda *given: -tiny.loss(*given), clip_norm=CLIP))
-    with pytest.raises(ValueError, match="was released before with another sum"):
-        negated.steps(open_run(plan, tmp_path), *negated.begin())
-
-
-@pytest.mark.parametrize("before", [optax.scale(100.0), optax.sgd(10.0), optax.clip_by_global_norm(0.01)])
-def test_a_sum_that_was_changed_on_its_way_gets_no_noise(before):
-    plan = tiny.plan()
-    training, run = Training(plan), open_run(plan)
-    training.optimizer = optax.chain(before, privatize(plan, clip_norm=CLIP), optax.sgd(0.1))
-    weights, _ = training.steps(run, *training.begin(), until=1)
-    assert np.isnan(flat(weights)).all()
-
-
-def test_a_secret_is_for_one_sum():
-    """Two updates in one function, each with a sum of its own."""
-    plan = tiny.plan()
-    training, run = Training(plan), open_run(plan)
-    weights, state = training.begin()
-
-    @jax.jit
-    def twice(total, weights, state, secret):
-        other = jax.tree.map(lambda leaf: leaf + 1, total)
-        one, after = training._update(total, weights, state, secret)
-        return one, training._update(other, weights, state, secret)[0], after
-
-    total = training.sum(next(run.batches(data())), weights)
-    one, two, _ = run.release(twice, total, weights, state)
-    assert np.isfinite(flat(one)).all()
-    assert np.isnan(flat(two)).all()
-
-
-def test_a_sum_of_which_nothing_is_known_is_refused():
-    plan = tiny.plan()
-    training, run = Training(plan), open_run(plan)
-    weights, state = training.begin()
-    next(run.batches(data()))
-    with pytest.raises(ValueError, match="must be what clipped_gradient gives"):
-        run.release(training.update, weights, weights, state)
-    with pytest.raises(ValueError, match="must be a sum of clipped gradients"):
-        training.optimizer.update(weights, state, weights, secret=run._secrets.of_step(plan, 0))
-    assert run.ledger.steps_released == 0
-
-
-def test_what_was_spent_is_known_as_soon_as_a_run_is_opened(tmp_path):
-    plan = tiny.plan()
-    run, training = open_run(plan, tmp_path), Training(plan)
-    training.steps(run, *training.begin(), until=7)
-    spent = run.spent()
-    run.close()
-    assert spent == open_run(plan, tmp_path).spent() == pytest.approx(plan.spent_after(7))
-
-
 def test_of_two_threads_one_releases_a_step(tmp_path):
     for trial in range(10):
         ledger, refused = Ledger(tmp_path / str(trial), Key(), {"plan": "p", "steps": 3}), []
@@ -133,23 +73,6 @@ def test_of_two_threads_one_releases_a_step(tmp_path):
         for thread in threads:
             thread.join()
         assert len(refused) == 3
-
-
-def test_a_finished_chunk_is_refused_with_other_weights_before_it_runs():
-    plan = tiny.plan()
-    run, training = open_run(plan), Training(plan)
-    run.release_chunk(training.advance, next(run.chunks(data(), steps=4)), *training.begin())
-    run.steps_taken = 0
-    run._noise.remember(None)
-    seen = []
-
-    def advance(rows, weights, state, secret):
-        jax.debug.callback(lambda value: seen.append(value), weights["bias"])
-        return training.advance(rows, weights, state, secret)
-
-    with pytest.raises(ValueError, match="was released before, and not by this chunk"):
-        run.release_chunk(advance, next(run.chunks(data(), steps=4)), *training.begin())
-    assert seen == []
 
 
 @pytest.mark.parametrize("kernels", ["xla", None])
@@ -195,26 +118,6 @@ def test_a_plain_running_sum_is_caught(monkeypatch):
     assert moved_by_half(1) > 0.6
 
 
-def test_a_secret_becomes_no_constant_and_is_not_stored():
-    import pickle
-
-    plan = tiny.plan()
-    training, run = Training(plan), open_run(plan)
-    weights, state = training.begin()
-    total = Clipped(jax.tree.map(jnp.zeros_like, weights), CLIP)
-    secret = run._secrets.of_step(plan, 0)
-    with pytest.raises(ValueError, match="would become a constant"):
-        jax.jit(lambda total, weights, state: training._update(total, weights, state, secret))(
-            total, weights, state
-        )
-    with pytest.raises(TypeError, match="never stored"):
-        pickle.dumps(secret)
-    _, after = training.steps(run, weights, state, until=2)
-    assert repr(after[0]) == "PrivateState(step=2)"
-    assert repr(after[0].noise) == "State(step=2)"
-    assert STEPS > 2
-
-
 def test_an_argument_that_every_example_would_see_is_refused():
     """A forgotten batch_argnums: all labels went into every loss, and one moved the sum by 41 clip norms."""
 
@@ -227,57 +130,6 @@ def test_an_argument_that_every_example_would_see_is_refused():
     assert clipped_gradient(loss, clip_norm=1.0, batch_argnums=(1, 2))(jnp.zeros(3), x, y).total.shape == (3,)
 
 
-def test_a_row_that_no_example_fills_adds_nothing_even_without_a_mask():
-    plan = tiny.plan()
-    training, run = Training(plan), open_run(plan)
-    weights, _ = training.begin()
-    batch = next(run.batches(data()))
-    with_mask = training.sum(batch, weights).total
-    with pytest.raises(ValueError, match="mask: rows that are masked count in the sum"):
-        batch.sum(lambda rows, mask: training.gradient(weights, rows))
-    (piece,) = batch
-    forgotten = training.gradient(weights, piece.data).total
-    for name, leaf in with_mask.items():
-        np.testing.assert_array_equal(leaf, forgotten[name])
-
-
-def test_a_step_of_a_chunk_has_one_noise():
-    plan = tiny.plan()
-    training, run = Training(plan), open_run(plan)
-
-    def twice(rows, weights, state, secret):
-        training.advance(rows, weights, state, secret)
-        return training.advance(rows, weights, state, secret)
-
-    with pytest.raises(ValueError, match="used privatize 2 times"):
-        run.release_chunk(twice, next(run.chunks(data(), steps=4)), *training.begin())
-    assert run.ledger.steps_spent == 0
-
-
-def test_a_sum_that_was_changed_on_its_way_is_named_at_the_next_step():
-    plan = tiny.plan()
-    training, run = Training(plan), open_run(plan)
-    training.optimizer = optax.chain(optax.scale(0.5), privatize(plan, clip_norm=CLIP), optax.sgd(0.1))
-    with pytest.raises(ValueError, match=r"step=0: privatize was given another sum than run\.release"):
-        training.whole(run)
-    assert run.steps_taken == 1
-
-
-def test_an_interrupted_ledger_must_be_opened_again(tmp_path, monkeypatch):
-    """Its last line may be on the disk and not in memory: another sum would follow it."""
-    plan = tiny.plan()
-    training, run = Training(plan), open_run(plan, tmp_path)
-    weights, state = training.steps(run, *training.begin(), until=2)
-    monkeypatch.setattr(Ledger, "_apply", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        training.steps(run, weights, state)
-    monkeypatch.undo()
-    with pytest.raises(RuntimeError, match="open the run again"):
-        training.steps(run, jax.tree.map(lambda leaf: leaf + 1, weights), state)
-    run.close()
-    assert open_run(plan, tmp_path).ledger.steps_released == 3  # the line is there, and counts
-
-
 def test_a_ledger_with_two_lines_for_one_step_is_refused(tmp_path):
     ledger = Ledger(tmp_path / "ledger", Key(bytes(32)), {"plan": "p", "steps": 3})
     ledger.release(0, b"batch", b"sum")
@@ -285,3 +137,97 @@ def test_a_ledger_with_two_lines_for_one_step_is_refused(tmp_path):
     ledger.close()
     with pytest.raises(ValueError, match="line 3 was changed"):
         Ledger(tmp_path / "ledger", Key(bytes(32)), {"plan": "p", "steps": 3})
+
+
+# --- steps of a run -------------------------------------------------------------------------------------------
+
+
+def begun(**more):
+    training = tiny.training(**more)
+    return training, training.init(tiny.first_weights())
+
+
+def test_no_number_of_the_noise_is_used_twice():
+    """Neither in another step, nor in another leaf, nor in another run with the same key."""
+
+    def constant(weights, example):
+        return 0.0 * weights["bias"].sum() + 0.0 * weights["weight"].sum()
+
+    seen = []
+    for _ in range(2):
+        training = Training(
+            constant, optax.sgd(1.0), tiny.data(), tiny.plan(bands=1), clip_norm=tiny.CLIP, key=tiny.KEY
+        )
+        before = tiny.flat(tiny.first_weights())
+        for state in training.steps(training.init(tiny.first_weights())):
+            before, added = tiny.flat(state.weights), tiny.flat(state.weights) - before
+            seen.extend(added.tolist())
+    assert len(seen) == 2 * tiny.STEPS * 6
+    distances = np.abs(np.subtract.outer(seen, seen))[~np.eye(len(seen), dtype=bool)]
+    assert np.sort(distances)[:2].max() > 1e-6  # of 144 numbers, two may be near each other by chance
+    assert np.std(seen) * tiny.plan(bands=1).batch_size == pytest.approx(
+        tiny.plan(bands=1).deviation(tiny.CLIP), rel=0.2
+    )
+
+
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_of_two_loops_from_one_state_one_takes_the_step(at_once):
+    training, state = begun()
+    one, other = training.steps(state, at_once=at_once), training.steps(state)
+    next(one)
+    with pytest.raises(RuntimeError, match="is not the last one"):
+        next(other)
+    assert training.spent() == tiny.plan().spent_after(at_once)
+    for _ in one:
+        pass
+    np.testing.assert_allclose(tiny.flat(training.state.weights), tiny.weights_of(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_a_loss_with_the_other_sign_is_no_replay(tmp_path, at_once):
+    """Half of the difference of two such releases would be the sum without noise."""
+    training, state = begun(folder=tmp_path / "run", save_every=12)
+    next(training.steps(state, at_once=at_once))
+    training._let_go()
+    negated, state = begun(folder=tmp_path / "run", save_every=12, loss=lambda *given: -tiny.loss(*given))
+    with pytest.raises(ValueError, match=r"was released before(,| with another sum)"):
+        next(negated.steps(state, at_once=at_once))
+    assert negated.state is state
+    negated._let_go()
+
+
+def test_steps_at_once_from_other_weights_are_refused_before_they_run(tmp_path, monkeypatch):
+    training, state = begun(folder=tmp_path / "run", save_every=12)
+    next(training.steps(state, at_once=4))
+    training._let_go()
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    again, ran = tiny.training(folder=tmp_path / "run", save_every=12), []
+    state = again.init(jax.tree.map(lambda leaf: leaf + 1, tiny.first_weights()))
+    chunk = again._programs.chunk
+
+    def watched(*given):
+        program, identity = chunk(*given)
+        return lambda *given: ran.append(1) or program(*given), identity
+
+    monkeypatch.setattr(again._programs, "chunk", watched)
+    with pytest.raises(ValueError, match="was released before, and not by this chunk"):
+        next(again.steps(state, at_once=4))
+    assert ran == []
+    again._let_go()
+
+
+def test_an_interrupted_ledger_must_be_opened_again(tmp_path, monkeypatch):
+    """Its last line may be on the disk and not in memory: another sum would follow it."""
+    training, state = begun(folder=tmp_path / "run", save_every=12)
+    steps = training.steps(state)
+    next(steps), next(steps)
+    monkeypatch.setattr(Ledger, "_apply", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        next(steps)
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="open the run again"):
+        next(training.steps(training.state))
+    training._let_go()
+    with tiny.training(folder=tmp_path / "run", save_every=12) as again:
+        assert again.spent() == tiny.plan().spent_after(3)  # the line is there, and counts
+        np.testing.assert_array_equal(tiny.flat(tiny.trained(again).weights), tiny.weights_of())
