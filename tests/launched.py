@@ -1,7 +1,7 @@
 """One process of several: `launched.py FOLDER SCRIPT` runs a script and leaves its weights in FOLDER, by rank.
 
-What the operating system would draw at random is fixed, so that two launches draw the same key; if make_private
-refuses, what it says is left there instead.
+What the operating system would draw at random is fixed, so that two launches draw the same key; if Training refuses,
+what it says is left there instead.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from bandmf.ledger import seal
 from bandmf.ledger.run_folder import Opened
 from bandmf.planning import plan_file
 from bandmf.strategies import Dense
-from bandmf.torch import make_private
+from bandmf.torch import Training
 from bandmf.torch.training.ranks import Ranks
-from training import simple_plan, small_data, train, weights
+from training import losses, simple_plan, small_data, train, weights
 
 CLEAR = (ValueError, PermissionError, RuntimeError, OSError)
 DAMAGES = ("flip", "flip", "cut", "extend", "zero", "replace", "wrong", "wrong", "payload", "gone")
@@ -163,7 +163,15 @@ class Plans:
         return load
 
 
-RUN = {"plan": "p", "steps": 5, "clip_norm": 1.0, "examples": 100}
+def five_steps(folder):
+    """A run with a checkpoint."""
+    model = nn.Linear(8, 3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    training = Training(
+        model, losses, optimizer, small_data(), simple_plan(steps=12), clip_norm=1.0, folder=folder
+    )
+    train(training, 5).save()
+    return training
 
 
 class Folders:
@@ -171,14 +179,11 @@ class Folders:
 
     def __init__(self, folder):
         self.root = folder / "run"
-        model = nn.Linear(8, 3)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-        options = {"clip_norm": 1.0, "criterion": nn.CrossEntropyLoss(), "run_folder": self.root}
-        private = train(make_private(model, optimizer, small_data(), simple_plan(steps=12), **options), 5)
-        private.save()
-        self.entries, self.chain = private.ledger.entries, private.ledger.chain()
-        self.run, self.plan = private.ledger.run, private.plan
-        private.close()
+        training = five_steps(self.root)
+        ledger = training._stepper.recorded
+        self.entries, self.chain = ledger.entries, ledger.chain()
+        self.run, self.plan = ledger.run, training.plan
+        training.close()
         self.files = [self.root / "key", self.root / "ledger.jsonl"]
 
     def loader(self, file):
@@ -196,27 +201,19 @@ class Checkpoints:
     """The files of a checkpoint."""
 
     def __init__(self, folder):
-        self.private = train(self.open(folder / "run"), 5)
-        self.private.save()
-        (self.root,) = seal.checkpoints(folder / "run" / "checkpoints")
+        self.training = five_steps(folder / "run")
+        *_, self.root = seal.checkpoints(folder / "run" / "checkpoints")
         self.files = sorted(self.root.iterdir())
         assert [file.name for file in self.files] == [".metadata", "__0_0.distcp", "seal.json"]
-        self.weights, self.history = weights(self.private.model), self.noise()
-
-    @staticmethod
-    def open(folder):
-        model = nn.Linear(8, 3)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-        options = {"clip_norm": 1.0, "criterion": nn.CrossEntropyLoss(), "run_folder": folder}
-        return make_private(model, optimizer, small_data(), simple_plan(steps=12), **options)
+        self.weights, self.history = weights(self.training.model), self.noise()
 
     def noise(self):
-        return torch.cat([each.flatten() for each in self.private.stepper.noise.history.values()])
+        return torch.cat([each.flatten() for each in self.training._stepper.noise.history.values()])
 
     def loader(self, file):
         def load(_):
-            assert self.private.resume()
-            assert torch.equal(weights(self.private.model), self.weights)
+            assert self.training._saved.restore()
+            assert torch.equal(weights(self.training.model), self.weights)
             assert torch.equal(self.noise(), self.history)
 
         return load

@@ -352,4 +352,5 @@ def test_messages_fit_torch_and_jax_alike(path):
     with pytest.raises(ValueError, match="which is saved beside the ledger"):
         open_ledger(path, plan="other")
     for sentence in checks._REMEDY.values():
-        assert "make_private" not in sentence
+        assert "torch" not in sentence
+        assert "jax" not in sentence

@@ -81,7 +81,7 @@ def test_the_limit_of_a_plan_is_never_passed():
         strategy=BandedInverse([1.0, -0.5, -0.1, -0.05], 40), parameters=100, memory=900,
     )  # fmt: skip
     assert plan.max_vectors == 2
-    assert plan.memory == 800  # as make_private runs it: two of three past z are kept
+    assert plan.memory == 800  # as training runs it: two of three past z are kept
     assert Schedule(plan.strategy, max_vectors=plan.max_vectors, kept_inputs=None).vectors == 2
 
 
