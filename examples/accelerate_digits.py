@@ -1,7 +1,7 @@
 """Private training with Accelerate: handwritten digits, on whatever device or processes Accelerate finds.
 
-Make the run private first, then let Accelerate prepare its model and optimizer. The loader needs no preparation: it
-already shares the plan's batches out among the processes. One loss for each example keeps the run exact in bfloat16.
+Accelerate starts the processes and chooses device and precision; nothing is prepared, as the private run shares out
+batches and noise by itself.
 
     accelerate launch examples/accelerate_digits.py
     python examples/accelerate_digits.py
@@ -15,7 +15,7 @@ from torch import nn
 
 import bandmf
 from bandmf.demo import datasets
-from bandmf.torch import losses, make_private
+from bandmf.torch import Training
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument("--epsilon", type=float, default=8.0)
@@ -35,27 +35,26 @@ plan = bandmf.plan(
     epsilon=arguments.epsilon, delta=1e-5, examples=len(data), batch_size=64, epochs=arguments.epochs
 )
 schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=plan.steps)
-private = make_private(
-    model, optimizer, data, plan, clip_norm=1.0, physical_batch_size=32, scheduler=schedule
-)
-# Not wrapped in DistributedDataParallel: sums and noise of the processes are added by the private optimizer.
-model = accelerator.prepare_model(private.model, evaluation_mode=True)
-optimizer = accelerator.prepare(private.optimizer)
 
-while not private.finished:
-    for batch in private.loader:
-        inputs, labels = (each.to(accelerator.device) for each in batch)
-        optimizer.zero_grad()
-        private.backward(losses.classification(model(inputs), labels))
-        optimizer.step()
-        private.scheduler.step()
+
+def losses(model, batch):  # one for each example
+    inputs, labels = batch
+    with accelerator.autocast():
+        scores = model(inputs)
+    return nn.functional.cross_entropy(scores.float(), labels, reduction="none")
+
+
+training = Training(model, losses, optimizer, data, plan, clip_norm=1.0, scheduler=schedule)
+for step in training:
+    if step % 100 == 0:
+        accelerator.print(f"step {step}, epsilon={training.spent():.2f}")
 
 with torch.no_grad():
     guesses = model(torch.from_numpy(images.test).flatten(1).to(accelerator.device)).argmax(1).cpu()
 accuracy = (guesses == torch.from_numpy(images.test_labels)).float().mean().item()
 processes = "1 process" if accelerator.num_processes == 1 else f"{accelerator.num_processes} processes"
 accelerator.print(
-    f"{private.steps_taken} steps on {processes}, learning rate "
-    f"{schedule.get_last_lr()[0]:.3f}, epsilon={private.spent():.2f}: held-out accuracy {accuracy:.1%}"
+    f"{training.steps_taken} steps on {processes}, learning rate "
+    f"{schedule.get_last_lr()[0]:.3f}, epsilon={training.spent():.2f}: held-out accuracy {accuracy:.1%}"
 )
 accelerator.end_training()

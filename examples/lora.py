@@ -97,13 +97,16 @@ plan = bandmf.plan(
     epochs=arguments.epochs,
     parameters=sum(parameter.numel() for parameter in trainable),
 )
-private = bandmf.torch.make_private(model, optimizer, data, plan, clip_norm=1.0)
 
-while not private.finished:
-    for inputs, targets in private.loader:
-        private.optimizer.zero_grad()
-        nn.functional.cross_entropy(private.model(inputs), targets).backward()
-        private.optimizer.step()
+
+def losses(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    """One for each sentence."""
+    inputs, targets = batch
+    return nn.functional.cross_entropy(model(inputs), targets, reduction="none")
+
+
+for _step in bandmf.torch.Training(model, losses, optimizer, data, plan, clip_norm=1.0):
+    pass
 
 after = accuracy(model, test_words, test_labels)
 print(

@@ -1,25 +1,31 @@
-"""Lightning and Accelerate around make_private: the weights of a plain loop, and their pages run."""
+"""Lightning and Accelerate around Training: the weights of a plain loop, and their pages run."""
 
 from __future__ import annotations
+
+import logging
 
 import lightning
 import pytest
 import torch
 from accelerate import Accelerator
-from torch import nn
-from torch.nn import functional
+from accelerate.state import AcceleratorState
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 
 from bandmf import Key
-from bandmf.torch import losses, make_private
+from bandmf.torch import Training
+from children import run_ranks
 from pages import run
-from training import same_run, simple_plan, small_data, small_model, weights
+from training import losses, same_run, simple_plan, small_data, small_model, train, weights
+
+pytestmark = pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
 
 
-def private_of(model, optimizer, data=None, **changes):
+def training_of(model, optimizer, data=None, loss=losses, **changes):
     with same_run():
-        return make_private(
-            model, optimizer, small_data() if data is None else data, simple_plan(steps=9), clip_norm=0.5,
-            key=Key(bytes(32)), physical_batch_size=7, **changes,
+        return Training(
+            model, loss, optimizer, small_data() if data is None else data, simple_plan(steps=9), clip_norm=0.5,
+            key=Key(bytes(32)), micro_batch=7, **changes,
         )  # fmt: skip
 
 
@@ -27,176 +33,219 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-@pytest.fixture(scope="module")
-def expected():
+def in_bf16(model, batch):
+    with torch.autocast("cpu", torch.bfloat16):
+        return losses(model, batch)
+
+
+def plain(loss=losses):
     """The weights of a plain loop."""
     model = small_model()
-    private = private_of(model, sgd(model))
-    for x, y in private.loader:
-        private.optimizer.zero_grad()
-        private.backward(losses.classification(private.model(x), y))
-        private.optimizer.step()
-    assert private.finished
+    train(training_of(model, sgd(model), loss=loss))
     return weights(model)
 
 
-def test_whole_steps_are_counted_and_are_those_of_a_plain_loop(expected):
-    model = small_model()
-    private = private_of(model, sgd(model))
-    assert len(private.step_loader) == 9
-    for number, step in enumerate(private.step_loader):
-        assert private.steps_taken == number
-        batches = 0
-        for x, y in step.batches():
-            assert len(x) <= 7 or private.stepper.piece.rehearsal
-            private.backward(losses.classification(model(x), y))
-            batches += 1
-        assert not private.optimizer.stepped
-        private.optimizer.step()
-        assert batches > 8 or number > 0  # the rehearsals are in the first step
-    assert private.steps_taken == 9
-    assert torch.equal(weights(model), expected)
+@pytest.fixture(scope="module")
+def expected():
+    return plain()
 
 
-def test_a_step_that_is_left_in_the_middle_is_noticed(expected):
-    model = small_model()
-    private = private_of(model, sgd(model), self_test=False)
-    steps = iter(private.step_loader)
-    for x, y in next(steps).batches():
-        private.backward(losses.classification(model(x), y))
-        break
-    with pytest.raises(RuntimeError, match="a batch of step 0 was skipped"):
-        next(steps)
+# --- Lightning ------------------------------------------------------------------------------------------
 
 
 class Module(lightning.LightningModule):
-    def __init__(self):
+    """As on the page."""
+
+    def __init__(self, **settings):
         super().__init__()
         self.automatic_optimization = False
-        self.net = small_model()
+        self.net, self.settings, self.evaluated_at = small_model(), settings, []
+
+    def losses(self, batch):
+        return losses(self.net, batch)
 
     def configure_optimizers(self):
-        self.private = private_of(self, sgd(self))
-        return self.private.optimizer
+        optimizer = sgd(self)
+        self.run = training_of(self, optimizer, loss=Module.losses, **self.settings)
+        return optimizer
 
     def train_dataloader(self):
-        return self.private.step_loader
+        return range(self.run.steps_taken, self.run.plan.steps)
 
-    def training_step(self, step, number):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        for x, y in step.batches():
-            self.private.backward(losses.classification(self.net(x), y))
-        optimizer.step()
+    def training_step(self, item, number):
+        self.run.advance()
+        self.optimizers().step()
 
-
-def test_lightning_trains_what_a_plain_loop_trains(expected):
-    module = Module()
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = lightning.Trainer(max_steps=9, accelerator="cpu", enable_model_summary=False, **quiet)
-    trainer.fit(module)
-    assert trainer.global_step == module.private.steps_taken == 9
-    assert torch.equal(weights(module), expected)
-
-
-class Automatic(lightning.LightningModule):
-    """As Lightning's own pages have it: private.loader gives the batches, and Lightning counts them."""
-
-    def __init__(self, **options):
-        super().__init__()
-        self.net, self.options, self.checked = small_model(), options, 0
-
-    def configure_optimizers(self):
-        plan = simple_plan(steps=6, examples=60, batch_size=20, bands=1)
-        self.private = make_private(self, sgd(self), small_data(60), plan, clip_norm=0.5, **self.options)
-        self.schedule = torch.optim.lr_scheduler.LinearLR(self.private.optimizer, 1.0, 0.0, plan.steps)
-        return [self.private.optimizer], [{"scheduler": self.schedule, "interval": "step"}]
-
-    def train_dataloader(self):
-        return self.private.loader
-
-    def training_step(self, batch, number):
-        x, y = batch
-        return functional.cross_entropy(self.net(x), y)
+    def on_train_end(self):
+        self.run.close()
 
     def val_dataloader(self):
         return torch.utils.data.DataLoader(small_data(10), 10)
 
     def validation_step(self, batch, number):
-        self.checked += not self.trainer.sanity_checking
+        self.evaluated_at.append(self.run.steps_taken)
+        self.log("held_out_loss", self.losses(batch).mean())
 
 
 def fit(module, **options):
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    lightning.Trainer(max_epochs=2, accelerator="cpu", enable_model_summary=False, **quiet, **options).fit(
-        module
-    )
+    usual = {"max_epochs": 1, "accelerator": "cpu", "enable_model_summary": False, "num_sanity_val_steps": 0}
+    trainer = lightning.Trainer(**{**quiet, **usual, "val_check_interval": 3, **options})
+    trainer.fit(module)
+    return trainer
 
 
-@pytest.mark.parametrize("reload", [0, 1])
-@pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
-def test_lightnings_automatic_optimization_takes_all_steps(reload):
-    module = Automatic()
-    fit(module, reload_dataloaders_every_n_epochs=reload)
-    assert (module.private.steps_taken, module.private.finished) == (6, True)
-    assert (module.schedule.last_epoch, module.schedule.get_last_lr()) == (6, [0.0])
-    assert module.checked == 1 + reload  # it evaluates where it knows which batch is the last
-    assert len(module.private.loader) == len(module.private.step_loader) == 3
+def test_lightning_trains_what_a_plain_loop_trains(expected):
+    trainer = fit(module := Module())
+    assert trainer.global_step == module.run.steps_taken == 9
+    assert module.evaluated_at == [3, 6, 9]
+    assert torch.equal(weights(module), expected)
 
 
-def test_batches_in_pieces_are_not_for_lightning_to_count():
-    with pytest.raises(RuntimeError, match="physical_batch_size=4: Lightning counts batches"):
-        fit(Automatic(physical_batch_size=4))
+def test_loggers_and_checkpoints_of_lightning_count_steps_of_the_plan(tmp_path, expected):
+    best = ModelCheckpoint(tmp_path, monitor="held_out_loss", save_top_k=-1, filename="{step}")
+    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+    fit(Module(), logger=logger, enable_checkpointing=True, callbacks=[best], log_every_n_steps=1)
+    assert {path.name for path in tmp_path.glob("*.ckpt")} == {f"step={step}.ckpt" for step in (3, 6, 9)}
+    held = torch.load(tmp_path / "step=9.ckpt", weights_only=False)["state_dict"]
+    assert torch.equal(torch.cat([held[name].flatten() for name, _ in Module().named_parameters()]), expected)
+    header, *lines = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text().split()
+    place = header.split(",").index("step")
+    assert [line.split(",")[place] for line in lines] == ["2", "5", "8"]  # of the last update, from zero
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_accelerate_may_prepare_before_or_after(when, expected):
-    accelerator, model = Accelerator(cpu=True), small_model()
-    optimizer, data = sgd(model), torch.utils.data.DataLoader(small_data(), 16, shuffle=True)
-    if when == "before":
-        model, optimizer, data = accelerator.prepare(model, optimizer, data)
-    private = private_of(model, optimizer, data)
-    model, optimizer = private.model, private.optimizer
-    if when == "after":
-        model, optimizer = accelerator.prepare(model, optimizer)
-    for x, y in private.loader:
-        optimizer.zero_grad()
-        accelerator.backward(functional.cross_entropy(model(x), y))
-        optimizer.step()
-    assert private.finished
-    torch.testing.assert_close(weights(model), expected, rtol=1e-5, atol=1e-6)
+def test_mixed_precision_of_lightning_acts_on_the_losses(expected):
+    fit(module := Module(), precision="bf16-mixed")
+    assert torch.equal(weights(module), plain(in_bf16))
+    assert not torch.equal(weights(module), expected)
 
 
-def test_an_optimizer_that_accelerate_wraps_takes_no_step_of_its_own():
-    accelerator, model = Accelerator(cpu=True), small_model()
-    wrapped = accelerator.prepare(sgd(model))
-    private = private_of(model, wrapped)
-    x, y = next(iter(private.loader))
-    functional.cross_entropy(model(x), y).backward()
+OPTIMIZERS = [
+    "ASGD",
+    "Adadelta",
+    "Adafactor",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+]
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "Rprop", "SGD"])
+def test_a_step_of_an_optimizer_without_gradients_changes_nothing(name):
+    """With it Lightning counts; the gradients of a real step are there before it, and change something."""
+    model = small_model()
+    decay = {} if name == "Rprop" else {"weight_decay": 0.1}
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, **decay)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
     before = weights(model)
-    with pytest.raises(RuntimeError, match="its update would have no noise"):
-        wrapped.step()
-    assert torch.equal(weights(model), before)
+    optimizer.step()
+    after = weights(model)
+    assert not torch.equal(before, after)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert torch.equal(weights(model), after)
 
 
-def test_a_wrapper_that_wraps_no_optimizer_is_left_alone():
-    """An optimizer may have an attribute of that name for something else."""
-    model = nn.Linear(8, 3)
+def test_a_run_of_lightning_goes_on_in_its_folder(tmp_path, expected, caplog):
+    with caplog.at_level(logging.WARNING, "bandmf"):
+        fit(Module(folder=tmp_path / "run"), max_steps=4)
+    assert "the run ended after step 4 of 9" in caplog.text
+    trainer = fit(module := Module(folder=tmp_path / "run"))
+    assert (trainer.global_step, module.run.steps_taken) == (5, 9)
+    assert torch.equal(weights(module), expected)
+
+
+class Failing(Module):
+    def validation_step(self, batch, number):
+        if self.run.steps_taken == 6:
+            raise OSError("no space left")
+
+
+def test_a_run_of_lightning_that_failed_repeats_its_steps(tmp_path, expected):
+    with pytest.raises(OSError, match="no space left"):
+        fit(failed := Failing(folder=tmp_path / "run", save_every=4))
+    failed.run._let_go()  # as the end of its process does
+    fit(module := Module(folder=tmp_path / "run"))
+    assert torch.equal(weights(module), expected)
+
+
+@pytest.mark.parametrize("option", [{"gradient_clip_val": 0.5}, {"accumulate_grad_batches": 2}])
+def test_lightning_refuses_what_acts_on_gradients(option):
+    with pytest.raises(lightning.fabric.utilities.exceptions.MisconfigurationException, match="manual"):
+        fit(Module(), **option)
+
+
+def on_two_ranks(folder):
+    fit(module := Module(), strategy="ddp", devices=2)
+    torch.save(weights(module), folder / f"lightning-{module.global_rank}.pt")
+    accelerator, model = Accelerator(cpu=True), small_model()
     optimizer = sgd(model)
-    optimizer.optimizer = "sgd"
-    assert private_of(model, optimizer).optimizer.original is optimizer
+    model, optimizer = accelerator.prepare(model, optimizer)
+    train(training_of(model, optimizer))
+    torch.save(weights(model), folder / f"accelerate-{accelerator.process_index}.pt")
+
+
+def test_on_two_processes_the_weights_are_those_of_one(tmp_path, expected):
+    run_ranks(2, on_two_ranks, tmp_path)
+    for name in ("lightning", "accelerate"):
+        first, second = (torch.load(tmp_path / f"{name}-{rank}.pt") for rank in (0, 1))
+        assert torch.equal(first, second)
+        torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_page_on_lightning_runs():
-    assert run("docs/lightning.md")["model"].private.finished
+    assert run("docs/lightning.md")["model"].run.finished
+
+
+# --- Accelerate -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_accelerate_may_prepare_everything_or_nothing(prepared, expected):
+    accelerator, model = Accelerator(cpu=True), small_model()
+    optimizer, data = sgd(model), torch.utils.data.DataLoader(small_data(), 16, shuffle=True)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 9)
+    given = model, optimizer, data, schedule
+    model, optimizer, data, schedule = accelerator.prepare(*given) if prepared else given
+    training = train(training_of(model, optimizer, data, scheduler=schedule))
+    assert training.finished
+    assert schedule.get_last_lr() == [pytest.approx(0.01)]
+    assert torch.equal(weights(model), expected)
+
+
+@pytest.fixture
+def another_accelerator():
+    """Accelerate keeps one for a process."""
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+def test_mixed_precision_of_accelerate_acts_on_the_losses(another_accelerator):
+    accelerator, model = Accelerator(cpu=True, mixed_precision="bf16"), small_model()
+
+    def own(model, batch):
+        with accelerator.autocast():
+            return losses(model, batch)
+
+    train(training_of(model, sgd(model), loss=own))
+    assert torch.equal(weights(model), plain(in_bf16))
 
 
 def test_the_page_on_accelerate_runs():
-    assert run("docs/accelerate.md")["private"].finished
+    assert run("docs/accelerate.md")["training"].finished
+
+
+# --- Hugging Face: test_private_trainer.py, test_trl.py -------------------------------------------------
 
 
 def test_the_page_on_hugging_face_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = run("docs/huggingface.md")
-    assert names["trainer"].private.finished
+    assert names["trainer"].training.finished
     assert names["trainer"].state.log_history[-1]["epsilon"] <= 8

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
 import re
 
 import datasets
@@ -10,17 +12,27 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn import functional
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedTokenizerFast,
+    ProcessorMixin,
+    TrainingArguments,
+)
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from bandmf import Key
 from bandmf.torch import Training, losses
 from bandmf.torch.huggingface.trl import PrivateDPOTrainer, PrivateSFTTrainer
+from pages import ROOT
 from trainers import EXAMPLES, plan_of, trained
 from training import same_run, weights
 
 WORDS = ["[PAD]", "[UNK]", "[EOS]", *["the", "a", "cat", "dog", "sees", "hears", "and"]]
-TEXTS = [{"text": " ".join(WORDS[3 + (k * i) % 7] for i in range(1, 3 + k % 5))} for k in range(EXAMPLES)]
+DICE = random.Random(0)
+TEXTS = [{"text": " ".join(DICE.choices(WORDS[3:], k=3 + k % 5))} for k in range(EXAMPLES)]
 PAIRS = [
     {"prompt": text["text"], "chosen": " sees a dog" + " and" * (k % 4), "rejected": " hears" + " cat" * (k % 3)}
     for k, text in enumerate(TEXTS)
@@ -216,8 +228,14 @@ def test_what_trl_sets_by_default_works(make, options, tmp_path):
         (sft, {"packing": True, "max_length": 16}),
         (sft, {"padding_free": True}),
         (sft, {"activation_offloading": True}),
+        (sft, {"eval_packing": True}),
+        (sft, {"loss_type": "another"}),
+        (sft, {"use_liger_kernel": True}),
+        (dpo, {"padding_free": True}),
+        (dpo, {"activation_offloading": True}),
         (dpo, {"loss_type": ["exo_pair"], "label_smoothing": 0.1}),
         (dpo, {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 1.0]}),
+        (dpo, {"loss_weights": [0.5]}),
         (dpo, {"f_divergence_type": "forward_kl"}),
         (dpo, {"ld_alpha": 0.5}),
         (dpo, {"use_weighting": True}),
@@ -228,3 +246,39 @@ def test_what_trl_sets_by_default_works(make, options, tmp_path):
 def test_an_option_that_mixes_examples_or_has_no_loss_for_them_is_refused_by_name(make, option, tmp_path):
     with pytest.raises(ValueError, match=re.escape(f"{next(iter(option))}=")):
         make(tmp_path, option)
+
+
+def test_losses_that_balance_experts_are_refused(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    experts = {"num_key_value_heads": 1, "num_local_experts": 2, "output_router_logits": True}
+    model = MixtralForCausalLM(MixtralConfig(vocab_size=len(WORDS), **sizes, **experts, pad_token_id=0))
+    with pytest.raises(ValueError, match=r"router_aux_loss_coef=0.1: balances the experts over all examples"):
+        sft(tmp_path, {"router_aux_loss_coef": 0.1}, model=model)
+    assert sft(tmp_path, {"router_aux_loss_coef": 0.0}, model=model).plan.steps == 6
+
+
+class Images(ProcessorMixin):
+    """Around a tokenizer, as that of a model of images and texts."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.chat_template = tokenizer, None
+
+    def __call__(self, text, **_):
+        return self.tokenizer([text])
+
+
+@pytest.mark.parametrize("make", [sft, dpo])
+def test_processors_of_images_are_refused(make, tmp_path):
+    with pytest.raises(ValueError, match="processing_class='Images': images beside texts are not supported"):
+        make(tmp_path, processing_class=Images(tokenizer()))
+
+
+@pytest.mark.parametrize("kind", [SFTConfig, DPOConfig])
+def test_every_option_of_trl_is_on_the_page(kind):
+    page = (ROOT / "docs" / "huggingface.md").read_text()
+    table = page[page.index("| option of trl |") :]
+    shared = {field.name for field in dataclasses.fields(TrainingArguments)}
+    own = {field.name for field in dataclasses.fields(kind)} - shared
+    assert len(own) > 15
+    assert [name for name in sorted(own) if f"`{name}`" not in table] == []

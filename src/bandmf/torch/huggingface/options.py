@@ -17,7 +17,7 @@ from bandmf import _check
 from bandmf.planning import Plan
 
 
-class _Option(NamedTuple):
+class Option(NamedTuple):
     """An option, the values that it may have, and why it may have no other."""
 
     name: str
@@ -31,75 +31,75 @@ _BATCHES = "the plan draws the batches"
 _DEFAULT_EPOCHS, _DEFAULT_NORM = 3.0, 1.0  # of TrainingArguments: what a user has not chosen
 
 _OPTIONS = (
-    _Option(
+    Option(
         "max_grad_norm", (*_NOTHING, _DEFAULT_NORM),
         "every example is clipped on its own; clipping their noisy sum once more only loses signal",
         "leave it out, and choose clip_norm=",
     ),
-    _Option(
+    Option(
         "gradient_accumulation_steps", (1,),
         "the batch of a step is the plan's, and is cut into micro-batches that are added up",
         "leave it out: per_device_train_batch_size= limits memory, bandmf.plan(batch_size=...) sets the batch",
     ),
-    _Option(
+    Option(
         "auto_find_batch_size", _NOTHING, "it would take released steps again",
         "choose per_device_train_batch_size=, which changes no result",
     ),
-    _Option("train_sampling_strategy", ("random",), _BATCHES, "leave it out"),
-    _Option("group_by_length", _NOTHING, _BATCHES, "leave it out"),
-    _Option("dataloader_drop_last", _NOTHING, f"{_BATCHES}, and drops no example", "leave it out"),
-    _Option("data_seed", (None,), f"{_BATCHES}, from the secret key of the run", "leave it out"),
-    _Option(
+    Option("train_sampling_strategy", ("random",), _BATCHES, "leave it out"),
+    Option("group_by_length", _NOTHING, _BATCHES, "leave it out"),
+    Option("dataloader_drop_last", _NOTHING, f"{_BATCHES}, and drops no example", "leave it out"),
+    Option("data_seed", (None,), f"{_BATCHES}, from the secret key of the run", "leave it out"),
+    Option(
         "dataloader_in_order", (None, True), "each batch must arrive in its turn", "leave it out"
     ),
-    _Option(
+    Option(
         "fp16", _NOTHING, "its gradient scale would follow the data and skip steps", "use bf16=True"
     ),
-    _Option("fp16_full_eval", _NOTHING, "it casts the weights that are trained", "leave it out"),
-    _Option("bf16_full_eval", _NOTHING, "it casts the weights that are trained", "leave it out"),
-    _Option(
+    Option("fp16_full_eval", _NOTHING, "it casts the weights that are trained", "leave it out"),
+    Option("bf16_full_eval", _NOTHING, "it casts the weights that are trained", "leave it out"),
+    Option(
         "neftune_noise_alpha", _NOTHING,
         "its noise is scaled by the length that others make a text be padded to, so examples depend on each other",
         "leave it out",
     ),
-    _Option(
+    Option(
         "use_liger_kernel", _NOTHING, "its fused losses hide the gradients of single examples", "leave it out"
     ),
-    _Option(
+    Option(
         "deepspeed", _NOTHING, "it takes gradients and steps out of the hands of the run",
         "leave it out: processes that torchrun starts train together",
     ),
-    _Option(
+    Option(
         "fsdp", _NOTHING, "PrivateTrainer trains replicas only",
         "leave it out, or use bandmf.torch.Training with fully_shard (examples/fsdp.py)",
     ),
-    _Option("parallelism_config", _NOTHING, "PrivateTrainer trains replicas only", "leave it out"),
-    _Option(
+    Option("parallelism_config", _NOTHING, "PrivateTrainer trains replicas only", "leave it out"),
+    Option(
         "include_num_input_tokens_seen", _NOTHING,
         "how many tokens the private batches have depends on the data and has no noise", "leave it out",
     ),
-    _Option(
+    Option(
         "skip_memory_metrics", (None, True), "the memory that a batch takes depends on its secret size",
         "leave it out",
     ),
-    _Option("debug", _NOTHING, "it prints activations of private examples", "leave it out"),
-    _Option(
+    Option("debug", _NOTHING, "it prints activations of private examples", "leave it out"),
+    Option(
         "restore_callback_states_from_checkpoint", _NOTHING, "callbacks are not part of a private run",
         "leave it out",
     ),
-    _Option(
+    Option(
         "enable_jit_checkpoint", _NOTHING, "it saves in the middle of a step",
         "use folder= and save_steps=: a killed run loses nothing but time",
     ),
-    _Option("torch_empty_cache_steps", _NOTHING, "is not supported", "leave it out"),
+    Option("torch_empty_cache_steps", _NOTHING, "is not supported", "leave it out"),
 )  # fmt: skip
 # Optimizers that update weights by themselves, or in two modes.
 _OWN_STEPS = ("lomo", "layerwise", "schedule_free")
 
 
-def checked(args: TrainingArguments, plan: Plan) -> TrainingArguments:
+def checked(args: TrainingArguments, plan: Plan, more: tuple[Option, ...] = ()) -> TrainingArguments:
     """A copy in which the plan has filled in its steps; what it cannot honor is refused."""
-    _check_options(args)
+    _check_options(args, (*_OPTIONS, *more))
     _check_optimizer(args)
     _check_trackers(args)
     _check_devices(args)
@@ -115,7 +115,7 @@ def checked(args: TrainingArguments, plan: Plan) -> TrainingArguments:
 
 def check_accelerator(args: TrainingArguments, accelerator: Accelerator) -> None:
     """The same for what `accelerate config`, its environment or `accelerator_config` have set behind the arguments."""
-    _check_options(args)  # accelerator_config can change them
+    _check_options(args, _OPTIONS)  # accelerator_config can change them
     kind = accelerator.distributed_type
     if kind not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
         raise _check.fail(
@@ -131,8 +131,8 @@ def check_accelerator(args: TrainingArguments, accelerator: Accelerator) -> None
         )  # fmt: skip
 
 
-def _check_options(args: TrainingArguments) -> None:
-    for option in _OPTIONS:
+def _check_options(args: TrainingArguments, known: tuple[Option, ...]) -> None:
+    for option in known:
         # One that this version does not have is not set.
         value = getattr(args, option.name, option.allowed[0])
         if value not in option.allowed:

@@ -81,6 +81,7 @@ class PrivateTrainer(Trainer):
     """
 
     arguments_class: ClassVar[type[TrainingArguments]] = TrainingArguments
+    more_options: ClassVar[tuple[options.Option, ...]] = ()  # of that class, that not every value is taken of
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class PrivateTrainer(Trainer):
         arguments.check_one_model(bound.arguments)
         args = bound.arguments.get("args")
         args = self.arguments_class("tmp_trainer") if args is None else args
-        bound.arguments["args"] = options.checked(args, plan)
+        bound.arguments["args"] = options.checked(args, plan, self.more_options)
         arguments.check_folder(folder, args)
         arguments.check_overrides(type(self), PrivateTrainer)
         self.training: Training | None = None

@@ -8,7 +8,7 @@ loss is not written out for single examples, are refused by name.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,34 +18,39 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from bandmf import _check
 from bandmf.torch.clipping.rows import rows
+from bandmf.torch.huggingface.options import Option
 from bandmf.torch.huggingface.trainer import PrivateTrainer
 from bandmf.torch.losses import IGNORED, own_mean
 
-
-class _Option(NamedTuple):
-    """An option of trl, the values that it may have, and why it may have no other."""
-
-    name: str
-    allowed: tuple[Any, ...]
-    requirement: str
-
-
 _SHARED = (
-    _Option("padding_free", (False,), "puts all texts of a batch into one row"),
-    _Option("activation_offloading", (False,), "wraps trl's own forward pass, which a private run does not make"),
+    Option("padding_free", (False,), "puts all texts of a batch into one row", "leave it out"),
+    Option(
+        "activation_offloading", (False,),
+        "wraps trl's own forward pass, which a private run does not make", "leave it out",
+    ),
 )  # fmt: skip
 _SFT = (
     *_SHARED,
-    _Option("packing", (False,), "puts parts of several texts into one example"),
-    _Option("loss_type", ("nll", "chunked_nll", "dft"), "has no loss for single examples here"),
-)
+    Option("packing", (False,), "puts parts of several texts into one example", "leave it out"),
+    Option(
+        "eval_packing", (None, False), "hides whether texts to evaluate on are training texts", "leave it out"
+    ),
+    Option("loss_type", ("nll", "dft"), "has no loss for single examples here", "use 'nll' or 'dft'"),
+)  # fmt: skip
 _DPO = (
     *_SHARED,
-    _Option("loss_type", (["sigmoid"], ["hinge"], ["ipo"]), "has no loss for single pairs here"),
-    _Option("f_divergence_type", ("reverse_kl",), "is not supported"),
-    _Option("ld_alpha", (None,), "is not supported"),
-    _Option("use_weighting", (False,), "is not supported"),
-    _Option("sync_ref_model", (False,), "changes the reference model, which checkpoints of the run do not hold"),
+    Option(
+        "loss_type", (["sigmoid"], ["hinge"], ["ipo"]), "has no loss for single pairs here",
+        "use 'sigmoid', 'hinge' or 'ipo'",
+    ),
+    Option("loss_weights", (None, [1.0]), "scales a loss whose gradients are clipped", "leave it out"),
+    Option("f_divergence_type", ("reverse_kl",), "is not supported", "use 'reverse_kl'"),
+    Option("ld_alpha", (None,), "is not supported", "leave it out"),
+    Option("use_weighting", (False,), "is not supported", "leave it out"),
+    Option(
+        "sync_ref_model", (False,),
+        "changes the reference model, which checkpoints of the run do not hold", "leave it out",
+    ),
 )  # fmt: skip
 
 
@@ -57,10 +62,11 @@ class PrivateSFTTrainer(PrivateTrainer, SFTTrainer):
     """
 
     arguments_class = SFTConfig
+    more_options = _SFT
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        _check_options(self, _SFT)
+        _check_inputs(self)
 
     def losses(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         """Of each text, averaged over its own scored tokens."""
@@ -80,10 +86,11 @@ class PrivateDPOTrainer(PrivateTrainer, DPOTrainer):
     """
 
     arguments_class = DPOConfig
+    more_options = _DPO
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        _check_options(self, _DPO)
+        _check_inputs(self)
 
     def losses(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         """Of each pair, from one pass: first all texts that were chosen, then all that were rejected."""
@@ -122,12 +129,7 @@ def _pair_losses(kind: str, beta: float, chosen: Tensor, rejected: Tensor, lengt
     return -functional.logsigmoid(margin) if kind == "sigmoid" else torch.relu(1 - margin)
 
 
-def _check_options(trainer: Any, options: tuple[_Option, ...]) -> None:
-    for option in options:
-        value = getattr(trainer.args, option.name, option.allowed[0])
-        if value not in option.allowed:
-            known = ", ".join(map(repr, option.allowed))
-            raise _check.fail(option.name, value, option.requirement, f"use {known}")
+def _check_inputs(trainer: Any) -> None:
     if isinstance(trainer.processing_class, ProcessorMixin):
         raise _check.fail(
             "processing_class", type(trainer.processing_class).__name__, "images beside texts are not supported",
