@@ -9,11 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import bandmf.jax
-import jax_training as tiny
-from bandmf.jax import Clipped, clipped_gradient, clipping
-from jax_training import CLIP, Training, data, flat, open_run
-from training import same_run
+from bandmf.jax import clipped_gradient, clipping
 
 ROWS = 16
 
@@ -56,8 +52,6 @@ def main():
     explicit_mesh(x, mask, expected)
     planted_fault(mesh)
     cut_weights(mesh)
-    training(mesh)
-    cut_updates(mesh)
 
 
 def explicit_mesh(x, mask, expected):
@@ -90,54 +84,7 @@ def cut_weights(mesh):
     checked = jax.shard_map(apart, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
     with pytest.raises(ValueError, match="cut over the mesh axes"):
         checked(jnp.zeros(8), jnp.ones(4))
-    # Where JAX does not keep track of what is cut, the shapes of the result tell.
-    gradient, specs = clipped_gradient(linear, clip_norm=1.0), (P("data"), P(None, "data"))
-    unchecked = jax.shard_map(gradient, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=False)
-    with pytest.raises(ValueError, match="what was clipped together has"):
-        unchecked(jnp.zeros(8), jnp.ones((4, 8))).check_whole()
     print("cut weights holds", flush=True)
-
-
-def training(mesh):
-    """The loader, the ledger and the noise, with sums, then updates too, by shard_map: the weights of one device."""
-    plan = tiny.plan()
-    with same_run():
-        runs = [open_run(plan) for _ in range(3)]
-    alone = Training(plan)
-    expected = flat(alone.whole(runs[0]))
-    by_device = over_devices(mesh, clipped_gradient(tiny.loss, clip_norm=CLIP))
-    for run, everywhere in zip(runs[1:], (False, True), strict=True):
-        across = Training(plan)
-        weights, state = across.begin()
-        update = update_over_devices(mesh, across) if everywhere else across.update
-        for batch in run.batches(data(), sharding=NamedSharding(mesh, P("data"))):
-            total = batch.sum(lambda rows, mask, own=weights: by_device(own, rows, mask))
-            weights, state = run.release(update, total, weights, state)
-        np.testing.assert_allclose(flat(weights), expected, atol=1e-5)
-    print("training holds", flush=True)
-
-
-def update_over_devices(mesh, training):
-    """Every device has the whole weights, and makes the same noise for them."""
-    here = jax.shard_map(training._update, mesh=mesh, in_specs=P(), out_specs=P())
-    return jax.jit(lambda total, weights, state, secret: here(total, weights, state, secret))
-
-
-def cut_updates(mesh):
-    """A device that has a part of the weights would take its part of a sum for the whole: refused, with a way out."""
-    plan = tiny.plan()
-    noise = bandmf.jax.privatize(plan, clip_norm=CLIP)
-    weights = jnp.zeros((8, 3))
-    state, run = noise.init(weights), open_run(plan)
-    total = Clipped(weights, CLIP)
-    secret = run._secrets.of_step(plan, 0, run._secrets.examined(total)[0])
-    update = jax.shard_map(
-        lambda total, state, secret: noise.update(total, state, secret=secret)[0],
-        mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data"), check_vma=False,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match=r"leave privatize outside of shard_map"):
-        jax.jit(lambda *given: update(*given))(total, state, secret)
-    print("cut updates holds", flush=True)
 
 
 if __name__ == "__main__":

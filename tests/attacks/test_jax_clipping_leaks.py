@@ -1,20 +1,21 @@
-"""What one example adds in JAX where the compiler, a mesh or the caller comes between its norm and the sum."""
+"""What one example adds in JAX where the compiler, a mesh or padding comes between its norm and the sum."""
 
 from __future__ import annotations
-
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import children
 import jax_training as tiny
-from bandmf.jax import Clipped, clipped_gradient, clipping
+from bandmf.jax import clipped_gradient, clipping
 from children import HERE, environment
-from jax_training import CLIP, Training, data, open_run
-from sweeps import in_turn
+from jax_training import CLIP
+from sweeps import in_turn, spread
+from training import simple_plan
 
 f = np.float32
 
@@ -123,10 +124,7 @@ def test_the_conditional_is_in_the_compiled_program(masked):
 # --- devices ------------------------------------------------------------------------------------------------
 
 
-CLAIMS = [
-    "sum", "microbatches", "unchecked", "contribution", "explicit mesh", "fault", "cut weights", "training",
-    "cut updates",
-]  # fmt: skip
+CLAIMS = ["sum", "microbatches", "unchecked", "contribution", "explicit mesh", "fault", "cut weights"]
 
 
 def test_single_examples_are_clipped_inside_of_shard_map():
@@ -136,106 +134,108 @@ def test_single_examples_are_clipped_inside_of_shard_map():
     assert [line.removesuffix(" holds") for line in done.stdout.splitlines()] == CLAIMS
 
 
-# --- what is clipped together -------------------------------------------------------------------------------
+# --- Training -----------------------------------------------------------------------------------------------
+
+MANY, THE_ONE = 20, 1  # an example of the first batch, and not of the second
 
 
-def begin():
-    plan = tiny.plan()
-    training, run = Training(plan), open_run(plan)
-    return training, run, next(run.batches(data())), training.begin()
+def moved(loss, seed, at_once=1, **more):
+    """By how much one example moves what a run releases, in clip norms; all others have no gradient."""
+    weights, example = cancelling(loss, 5, np.random.default_rng(seed))
+    plan, last = simple_plan(4, MANY, 5, bands=4, noise_multiplier=1e-3), []
+    for factor in (1, 0):
+        here = (factor * (np.arange(MANY) == THE_ONE)).astype(f)
+        examples = jax.tree.map(lambda leaf, here=here: np.multiply.outer(here, leaf), example)
+        training = tiny.training(plan, optax.sgd(5.0), loss, examples, clip_norm=1.0, **more)
+        assert [THE_ONE in training._sampler.batch(step) for step in range(2)] == [True, False]
+        state = next(training.steps(training.init(weights), at_once=at_once))
+        last.append(jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), state.weights))
+    return length(jax.tree.map(np.subtract, *last))
 
 
-@pytest.mark.parametrize("around", ["vmap", "map", "stack"])
-def test_several_sums_are_not_one(around):
-    """Of an ensemble each member was clipped by itself: an example would add to all of them."""
-    training, run, batch, (weights, _) = begin()
-    many = jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), weights)
-
-    def ensemble(rows, mask):
-        def each(own):
-            return training.gradient(own, rows, mask=mask)
-
-        if around == "vmap":
-            return jax.vmap(each)(many)
-        if around == "map":
-            return jax.lax.map(each, many)
-        return jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), each(weights))
-
-    state = training.optimizer.init(many)
-    with pytest.raises(ValueError, match=r"what was clipped together has \(\(1,\), \(1, 5\)\)"):
-        run.release(training.update, batch.sum(ensemble), many, state)
-    with pytest.raises(ValueError, match="clip once for all parameters"):
-        training.optimizer.update(batch.sum(ensemble), state, many, secret=run._secrets.of_step(run.plan, 0))
-    assert run.ledger.steps_spent == 0
+@pytest.mark.parametrize(
+    ("loss", "more"),
+    [
+        (pair, {}), (pair, {"at_once": 2}), (pair, {"at_once": 2, "micro_batch": 3}),
+        (distance, {"micro_batch": 1}),
+    ],
+)  # fmt: skip
+def test_one_example_moves_what_is_released_by_at_most_the_clip_norm(loss, more):
+    found = [moved(loss, seed, **more) for seed in range(3)]
+    assert 0.5 < max(found) <= 1 + 1e-5  # weights near one, in float32
 
 
-def test_two_sums_of_a_batch_are_not_added():
-    training, run, batch, (weights, state) = begin()
-    twice = jax.tree.map(jnp.add, training.sum(batch, weights), training.sum(batch, weights))
-    with pytest.raises(ValueError, match=r"total is not what batch\.sum gave"):
-        run.release(training.update, twice, weights, state)
-    assert run.ledger.steps_spent == 0
+def test_a_training_that_computes_gradients_twice_is_caught(monkeypatch):
+    """The planted fault."""
+    monkeypatch.setattr(clipping.gradient, "computed_once", lambda function, given, *_: function(given))
+    assert max(moved(pair, seed) for seed in range(3)) > 1000
 
 
-def test_a_sum_that_was_put_in_another_claim_is_still_the_same():
-    training, run, batch, (weights, state) = begin()
-    plain = batch.sum(lambda rows, mask: training.gradient(weights, rows, mask=mask).total)
-    run.release(training.update, Clipped(plain, CLIP), weights, state)
-    assert run.steps_taken == 1
+def test_the_conditional_is_in_the_programs_of_training():
+    """The step decides it there, which no compiler knows: each of them has one."""
+    training = tiny.training(micro_batch=5)
+    training.init(tiny.first_weights())
+    held, frozen, secrets = training._held, training._frozen, training._secrets
+    for count in (1, 2):
+        rows = training._source.rows([np.arange(12)] * count, 0, training._examples_key)
+        if count == 1:
+            program = training._programs.clip.lower(
+                held.trained, frozen, rows, np.int32(0), secrets
+            ).compile()
+        else:
+            program, _ = training._programs.chunk(held, frozen, rows, np.int32(0), secrets)
+        assert program.as_text().count(" conditional(") == 1
 
 
-def test_the_first_batch_is_not_released_in_every_step():
-    """To overfit one batch: its examples would take part twelve times, not three."""
-    training, run, batch, (weights, state) = begin()
-    total = training.sum(batch, weights)
-    weights, state = run.release(training.update, total, weights, state)
-    batch = next(run.batches(data()))
-    with pytest.raises(RuntimeError, match="step=1: the batch was not read"):
-        run.release(training.update, total, weights, state)
-    training.sum(batch, weights)
-    with pytest.raises(ValueError, match=r"step=1: total is not what batch\.sum gave"):
-        run.release(training.update, total, weights, state)
-    by_pieces = [training.gradient(weights, rows.data, mask=rows.mask) for rows in batch]
-    run.release(training.update, by_pieces[0], weights, state)
-    assert run.steps_taken == 2
+@pytest.mark.parametrize("scale", spread([1e-36, 1e-30, 1e-20, 1e15, 1e30], 3))
+def test_very_small_and_very_large_gradients_are_clipped_like_others(scale):
+    training = tiny.training(
+        loss=lambda weights, example: jnp.float32(scale) * tiny.loss(weights, example), clip_norm=1.0
+    )
+    training.init(tiny.first_weights())
+    for index in range(8):
+        alone = length(tiny.clipped_sum(training, [index]))
+        assert alone <= 1 + 1e-6
+        assert (alone == 0) if scale > 1e20 else (alone > 0.999) if scale > 1e10 else (alone < 1e-15)
 
 
-def test_a_mask_that_is_forgotten_is_noticed_where_a_loss_swallows_nan():
-    _, _, batch, _ = begin()
+def test_rows_that_no_example_fills_add_nothing_whatever_a_loss_makes_of_them():
+    """Where NaN is swallowed, and the gradient is the same of every row."""
 
     def loss(weights, example):
-        return jnp.where(example[0][0] > 0.5, 1.0, -1.0) * weights[0]
+        return jnp.where(example[0][0] > 0.5, 1.0, -1.0) ** 2 * (
+            weights["weight"].sum() + weights["bias"].sum()
+        )
 
-    gradient = jax.jit(clipped_gradient(loss, clip_norm=CLIP))
-    with pytest.raises(ValueError, match="mask: rows that are masked count in the sum"):
-        batch.sum(lambda rows, mask: gradient(jnp.zeros(3), rows))
-    assert batch.sum(partial(gradient, jnp.zeros(3))).total.shape == (3,)
+    sums = []
+    for micro_batch in (1, 4, 7, 1000):
+        training = tiny.training(loss=loss, micro_batch=micro_batch)
+        training.init(tiny.first_weights())
+        sums.append([length(tiny.clipped_sum(training, range(size))) for size in (0, 1, 9)])
+    np.testing.assert_allclose(sums, [[0, CLIP, 9 * CLIP]] * 4, rtol=2e-5)
 
 
-def test_a_forgotten_mask_is_noticed_in_a_plain_sum():
-    """As another library gives it: the sum is named a Clipped only afterwards."""
-    training, run, batch, (weights, state) = begin()
+def test_an_example_that_is_not_finite_counts_nothing_and_spoils_nothing():
+    x, y = tiny.data()
+    x[3], y[5] = np.nan, np.inf
+    training = tiny.training(data=(x, y), micro_batch=4)
+    training.init(tiny.first_weights())
+    every, without = (tiny.clipped_sum(training, some) for some in (range(8), [0, 1, 2, 4, 6, 7]))
+    np.testing.assert_allclose(tiny.flat(every), tiny.flat(without), rtol=1e-6, atol=1e-7)
+    assert length(every) > CLIP
 
-    def swallows(weights, example):
-        return jnp.where(example[0][0] > 0.5, 1.0, -1.0) * (weights["weight"].sum() + weights["bias"].sum())
 
-    gradient = jax.jit(clipped_gradient(swallows, clip_norm=CLIP))
-    for forgotten in (
-        lambda rows, mask: gradient(weights, rows).total,
-        lambda rows, mask: (jnp.sum(mask), gradient(weights, rows).total),
-    ):
-        total = batch.sum(forgotten)
-        total = total[1] if isinstance(total, tuple) else total
-        with pytest.raises(ValueError, match="step=0: mask: rows that are masked count in the sum"):
-            run.release(training.update, Clipped(total, CLIP), weights, state)
-    assert run.ledger.steps_spent == 0
-    # What else is computed of a batch may count them, and does not hide a sum that does.
-    assert batch.sum(lambda rows, mask: jnp.float32(3)) == 3
-    with pytest.raises(ValueError, match="mask: rows that are masked count in the sum"):
-        batch.sum(lambda rows, mask: gradient(weights, rows))
-    counted, total = batch.sum(lambda rows, mask: (jnp.ones(3), gradient(weights, rows, mask=mask).total))
-    run.release(training.update, Clipped(total, CLIP), weights, state)
-    assert (run.steps_taken, counted.shape) == (1, (3,))
+def test_padding_is_no_nan_where_jax_is_told_to_stop_at_them():
+    with jax.debug_nans(True):
+        tiny.weights_of(plan=tiny.plan(steps=2, bands=1))
+
+
+def test_weights_that_are_cut_over_an_explicit_mesh_are_refused_in_a_sentence():
+    mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    weights = jax.device_put(jnp.ones((5, 2)), NamedSharding(mesh, PartitionSpec(None, "model")))
+    gradient = clipped_gradient(lambda weights, row: jnp.sum(row @ weights), clip_norm=1.0)
+    with pytest.raises(ValueError, match=r"cut over the explicit mesh axes \['model'\]"):
+        gradient(weights, jnp.ones((4, 5)))
 
 
 # --- arguments ----------------------------------------------------------------------------------------------
@@ -261,24 +261,3 @@ def test_rows_that_every_example_would_see_are_refused_in_any_place(shape):
     gradient = clipped_gradient(lambda weights, x, y: jnp.sum(x @ weights) * y.sum(), clip_norm=1.0)
     with pytest.raises(ValueError, match=r"frozen weights, bind them: functools\.partial"):
         gradient(jnp.zeros(3), jnp.ones((8, 3)), jnp.ones(shape))
-
-
-def test_two_sums_that_were_clipped_apart_are_not_one():
-    """Of two towers, each clipped by itself, one example would add the root of two clip norms."""
-    plan = tiny.plan()
-    training, run = Training(plan), open_run(plan)
-    weights, state = training.begin()
-
-    def towers(rows, mask):
-        def part(name):
-            return clipped_gradient(
-                lambda own, example: tiny.loss({**weights, **own}, example), clip_norm=CLIP
-            )({name: weights[name]}, rows, mask=mask)
-
-        return part("weight"), part("bias")
-
-    first, second = next(run.batches(data())).sum(towers)
-    together = Clipped({**first.total, **second.total}, CLIP)
-    with pytest.raises(ValueError, match="put together from several sums, each clipped by itself"):
-        run.release(training.update, together, weights, state)
-    assert run.spent() == 0
