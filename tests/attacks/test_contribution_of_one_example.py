@@ -1,4 +1,4 @@
-"""Attempts to make one example add more than the clip norm: by its content, by the model, by the loop."""
+"""Attempts to make one example add more than the clip norm: by its content, by the model, by the losses."""
 
 from __future__ import annotations
 
@@ -9,28 +9,18 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from bandmf.torch.clipping import make_clipping, norms, protocol
+from bandmf.torch.clipping import norms
 from bandmf.torch.clipping.norms import rounding
-from one_at_a_time import MODES, empty_sums, flat, trained
-from private_loops import CLIP, Rows, outcome, plain, small_net, vectors, with_one_replaced
+from one_at_a_time import MODES, added
 from sweeps import in_turn
 
+CLIP = 1.0
 ALLOWED = CLIP * (1 + 1e-6)
 
 
-def contribution(model, mode, losses, *inputs):
+def contribution(model, mode, losses, given):
     """The norm of what one example alone adds, in float64 from the sums."""
-    parameters = trained(model)
-    clipping = make_clipping(mode, model, parameters, CLIP, False)
-    try:
-        clipping.record(1)
-        losses(model, *inputs).backward()
-        sums = empty_sums(parameters)
-        clipping.add_to(sums, 1, 1, 1.0)
-    finally:
-        clipping.clear()
-        clipping.remove()
-    return float(flat(sums).norm())
+    return float(added(model, losses, given, 1, mode=mode, clip_norm=CLIP).norm())
 
 
 # --- by its content -------------------------------------------------------------------------------------
@@ -64,12 +54,12 @@ def each_token(model, x):
     """Signs in turn, so that the gradients of opposite tokens cancel."""
     scores = model(x)
     signs = 1.0 - 2.0 * (torch.arange(x.shape[1]) % 2).to(scores)
-    return (scores.mean(-1) * signs).sum()
+    return (scores.mean(-1) * signs).sum(1)
 
 
 def whole_text(model, x):
-    labels = torch.arange(x.shape[1]) % 32
-    return functional.cross_entropy(model(x)[0], labels, reduction="sum")
+    labels = (torch.arange(x.shape[1]) % 32).expand(len(x), -1)
+    return functional.cross_entropy(model(x).mT, labels, reduction="none").sum(1)
 
 
 def nearly_equal_tokens(times, width, size, nearness, opposite=False, seed=0):
@@ -82,7 +72,7 @@ def nearly_equal_tokens(times, width, size, nearness, opposite=False, seed=0):
 def cancellation(model, losses, x):
     """How much larger the parts of the first layer's gradient are than their sum: what an attacker raises."""
     model.zero_grad()
-    (gradient,) = torch.autograd.grad(losses(model, x), model.first.weight, create_graph=True)
+    (gradient,) = torch.autograd.grad(losses(model, x).sum(), model.first.weight, create_graph=True)
     return -gradient.norm().clamp(min=1e-20).log() + x.norm().log()
 
 
@@ -143,7 +133,7 @@ def test_no_text_adds_more_than_the_clip_norm_through_tied_embeddings(mode, dtyp
             table = nearly_equal_tokens(10, 12, size, 10.0**-seed, opposite=True)[0]
             tokens = torch.randint(0, 10, (1, (2, 9, 64)[seed % 3]), generator=generator)
             model = Texts(table).to(dtype)
-            found = contribution(model, mode, lambda m, x: m(x).float().logsumexp(-1).sum() * 10, tokens)
+            found = contribution(model, mode, lambda m, x: m(x).float().logsumexp(-1).sum(1) * 10, tokens)
             largest = max(largest, found)
     assert 0.5 * CLIP < largest <= ALLOWED
 
@@ -157,14 +147,16 @@ def test_equal_numbers_whose_roundings_add_up_do_not_pass_the_clip_norm(mode, in
     for value in (0.1, 1 / 3, 0.7, 1.1):
         layer = nn.Linear(inputs, outputs)
         x = torch.full((1, times, inputs), value)
-        assert 0.9 * CLIP < contribution(layer, mode, lambda m, x: m(x).sum() / 3, x) <= ALLOWED
+        assert 0.9 * CLIP < contribution(layer, mode, lambda m, x: m(x).flatten(1).sum(1) / 3, x) <= ALLOWED
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_equal_tokens_whose_roundings_add_up_do_not_pass_the_clip_norm(mode):
     for value in (0.1, 1 / 3, 0.7, 1.1):
         tokens = torch.zeros(1, 3000, dtype=torch.long)
-        found = contribution(nn.Embedding(3, 7), mode, lambda m, x, value=value: value * m(x).sum(), tokens)
+        found = contribution(
+            nn.Embedding(3, 7), mode, lambda m, x, value=value: value * m(x).flatten(1).sum(1), tokens
+        )
         assert 0.9 * CLIP < found <= ALLOWED
 
 
@@ -175,7 +167,7 @@ def test_equal_tokens_whose_roundings_add_up_do_not_pass_the_clip_norm(mode):
 def test_huge_and_tiny_numbers_do_not_pass_the_clip_norm(mode, dtype, size, slope):
     layer = nn.Linear(8, 8).to(dtype)
     x = torch.full((1, 4, 8), min(size, float(torch.finfo(dtype).max))).to(dtype)
-    assert contribution(layer, mode, lambda m, x: (m(x) * slope).sum(), x) <= ALLOWED
+    assert contribution(layer, mode, lambda m, x: (m(x) * slope).flatten(1).sum(1), x) <= ALLOWED
 
 
 def without_slack(monkeypatch):
@@ -191,8 +183,7 @@ def by_one_part_in_a_million(monkeypatch):
     def generous(norms, limit, counted):
         return torch.where(counted, (limit * 1.000002 / norms).clamp(max=1.0), 0.0)
 
-    monkeypatch.setattr("bandmf.torch.clipping.bookkeeping.clip_factors", generous)
-    assert protocol.clip_factors is not generous
+    monkeypatch.setattr("bandmf.torch.clipping.adding.clip_factors", generous)
 
 
 @pytest.mark.parametrize(
@@ -267,92 +258,72 @@ def model_of(kind):
     return kind()
 
 
-def moved_by_replacement(model, mode, loop=plain, data=None, **options):
-    """How far the released sum moves when one example is replaced; None if the run was refused."""
-    data = vectors() if data is None else data
-    loud = with_one_replaced(data, (1e3 * data[0][0] + 7, (data[0][1] + 1) % 4))
-    totals = [outcome(model, rows, mode, loop, **options) for rows in (data, loud)]
-    if any(one.refused for one in totals):
-        return None, next(one.refused for one in totals if one.refused)
-    return float((totals[0].total - totals[1].total).norm()), None
+def vectors(count=8):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(count, 6, generator=generator), torch.randint(0, 4, (count,), generator=generator)
 
 
-@pytest.mark.parametrize(("mode", "leak"), in_turn(list(MODES), list(LEAKS)))
-def test_weights_used_outside_their_layer_are_refused_by_name(leak, mode):
+def with_a_loud_one(batch):
+    x, y = (each.clone() for each in batch)
+    x[0], y[0] = 1e3 * x[0] + 7, (y[0] + 1) % 4
+    return x, y
+
+
+def each(model, batch):
+    return functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def moved(model, mode, batches, losses=each, clip_norm=CLIP):
+    """How far the sum over a batch moves when one of its examples is replaced."""
+    totals = [added(model, losses, batch, len(batch[0]), mode=mode, clip_norm=clip_norm) for batch in batches]
+    return float((totals[0] - totals[1]).norm())
+
+
+@pytest.mark.parametrize("leak", LEAKS)
+def test_weights_used_outside_their_layer_are_refused_by_name_or_bounded_by_vmap(leak):
     kind, sentence = LEAKS[leak]
-    refused = outcome(model_of(kind), vectors(), mode).refused
-    assert refused is not None
     with pytest.raises(RuntimeError, match=sentence):
-        raise RuntimeError(refused)
+        added(model_of(kind), each, vectors(), 8)
+    assert 0.1 * CLIP < moved(model_of(kind), "vmap", [vectors(), with_a_loud_one(vectors())]) <= 2 * ALLOWED
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", [FunctionalTying, LinearAgain, ProductWithWeight, OptionalInput])
-def test_without_the_self_test_one_example_still_moves_the_sum_by_no_more_than_its_share(kind, mode):
-    moved, refused = moved_by_replacement(model_of(kind), mode, self_test=False)
-    assert refused or moved <= 2 * ALLOWED
+def test_a_layer_with_an_optional_input_is_bounded(mode):
+    batches = [vectors(), with_a_loud_one(vectors())]
+    assert 0.1 * CLIP < moved(model_of(OptionalInput), mode, batches) <= 2 * ALLOWED
 
 
-def test_a_layer_with_an_optional_input_is_clipped_by_bookkeeping():
-    moved, refused = moved_by_replacement(model_of(OptionalInput), "bookkeeping")
-    assert refused is None
-    assert 0.1 * CLIP < moved <= 2 * ALLOWED
+# --- by the losses --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["hooks", "functorch"])
-def test_a_layer_with_an_optional_input_is_refused_by_hooks(mode):
-    assert outcome(model_of(OptionalInput), vectors(), mode).refused is not None
+def small_net():
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 4))
 
 
-# --- by the loop ----------------------------------------------------------------------------------------
+def weighted(model, batch):
+    """What is loud weighs more."""
+    return each(model, batch) * (1 + 1e4 * (batch[0].abs().amax(1) > 100))
 
 
-def second_backward(private, batch):
-    x, y = batch
-    loss = functional.cross_entropy(private.model(x), y)
-    loss.backward(retain_graph=True)
-    (1000 * loss).backward()
-    private.optimizer.step()
+def larger_gradients(model, batch):
+    scores = model(batch[0])
+    if scores.requires_grad:
+        scores.register_hook(lambda gradient: 1000 * gradient)
+    return functional.cross_entropy(scores, batch[1], reduction="none")
 
 
-def larger_gradients(private, batch):
-    x, y = batch
-    functional.cross_entropy(private.model(x), y).backward()
-    for parameter in private.model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.mul_(1000)
-    private.optimizer.step()
+def twice(model, batch):
+    return each(model, batch) + 1000 * each(model, batch)
 
 
-def clipped_again(private, batch):
-    x, y = batch
-    functional.cross_entropy(private.model(x), y).backward()
-    nn.utils.clip_grad_norm_(private.model.parameters(), 1e-3)
-    private.optimizer.step()
-
-
-def weighted_loss(private, batch):
-    x, y = batch
-    each = functional.cross_entropy(private.model(x), y, reduction="none")
-    (each * (1 + 1e4 * (x.abs().amax(1) > 100))).mean().backward()
-    private.optimizer.step()
-
-
-LOOPS = [second_backward, larger_gradients, clipped_again, weighted_loss]
-
-
-@pytest.mark.parametrize(("mode", "loop"), in_turn(list(MODES), list(LOOPS)))
-def test_no_loop_lets_one_example_move_the_sum_by_more_than_its_share(loop, mode):
-    moved, refused = moved_by_replacement(small_net(), mode, loop)
-    assert refused or moved <= 2 * ALLOWED
-    if refused:
-        assert (loop, mode) in [(second_backward, "hooks"), (second_backward, "functorch")]
-
-
-@pytest.mark.parametrize(("mode", "loop"), in_turn(list(MODES), [larger_gradients, clipped_again]))
-def test_changes_of_the_gradients_before_the_step_have_no_effect(loop, mode):
-    expected, found = (outcome(small_net(), vectors(), mode, each).total for each in (plain, loop))
-    assert torch.equal(expected, found)
+@pytest.mark.parametrize(
+    ("mode", "losses"),
+    [*in_turn(list(MODES), [weighted, twice]), ("bookkeeping", larger_gradients)],
+)
+def test_no_losses_let_one_example_move_the_sum_by_more_than_its_share(losses, mode):
+    batches = [vectors(), with_a_loud_one(vectors())]
+    assert 0.1 * CLIP < moved(small_net(), mode, batches, losses) <= 2 * ALLOWED
 
 
 class Reader(nn.Module):
@@ -365,49 +336,29 @@ class Reader(nn.Module):
         return self.out(self.embed(tokens).cumsum(1).tanh()).transpose(1, 2)
 
 
-def texts(lengths):
-    generator = torch.Generator().manual_seed(5)
-    return Rows([torch.randint(1, 9, (length,), generator=generator) for length in lengths])
-
-
-def padded(rows):
+def padded(texts):
     """Zeros to the longest of the batch; -100 where no token is to be predicted."""
-    tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    labels = nn.utils.rnn.pad_sequence([row.roll(-1) for row in rows], batch_first=True, padding_value=-100)
+    tokens = nn.utils.rnn.pad_sequence(texts, batch_first=True)
+    labels = nn.utils.rnn.pad_sequence([text.roll(-1) for text in texts], True, padding_value=-100)
     return tokens, labels
-
-
-def by_criterion(private, batch):
-    tokens, labels = batch
-    private.criterion(private.model(tokens), labels).backward()
-    private.optimizer.step()
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_replacing_one_of_32_padded_texts_moves_the_sum_by_no_more_than_its_share(mode):
-    data = texts([3 + number % 5 for number in range(32)])
-    longer = with_one_replaced(data, torch.full((60,), 3))
-    options = {"criterion": nn.CrossEntropyLoss(), "loader_options": {"collate_fn": padded}, "clip_norm": 0.2}
-    short, long = (outcome(Reader(), rows, mode, by_criterion, **options) for rows in (data, longer))
-    assert not short.refused
-    assert not long.refused
-    moved = float((short.total - long.total).norm())
-    assert 0.01 < moved <= 2 * 0.2 * (1 + 1e-6)
+    generator = torch.Generator().manual_seed(5)
+    texts = [torch.randint(1, 9, (3 + number % 5,), generator=generator) for number in range(32)]
+    batches = [padded(texts), padded([torch.full((60,), 3), *texts[1:]])]
+
+    def words(model, batch):
+        found = functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        return found.sum(1) / (batch[1] >= 0).sum(1)
+
+    assert 0.01 < moved(Reader(), mode, batches, words, 0.2) <= 2 * 0.2 * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_nearly_opposite_tokens_in_a_run_move_the_sum_by_no_more_than_their_share(mode):
-    quiet = Rows(
-        [(torch.randn(8, 24, generator=torch.Generator().manual_seed(n)), torch.tensor(0)) for n in range(4)]
-    )
-    loud = with_one_replaced(quiet, (nearly_equal_tokens(8, 24, 1e8, 1e-6)[0], torch.tensor(0)))
-
-    def loop(private, batch):
-        scores = private.model(batch[0])
-        signs = 1.0 - 2.0 * (torch.arange(8) % 2)
-        (scores.mean(-1) * signs).sum(1).mean().backward()
-        private.optimizer.step()
-
-    # Its gradient is a rounding error, which the self-test would not find twice.
-    totals = [outcome(Bare(), rows, mode, loop, self_test=False).total for rows in (quiet, loud)]
-    assert float((totals[0] - totals[1]).norm()) <= 2 * ALLOWED
+    quiet = torch.randn(4, 8, 24, generator=torch.Generator().manual_seed(0))
+    loud = torch.cat([nearly_equal_tokens(8, 24, 1e8, 1e-6), quiet[1:]])
+    batches = [(quiet,), (loud,)]
+    assert 0.1 * CLIP < moved(Bare(), mode, batches, lambda m, batch: each_token(m, *batch)) <= 2 * ALLOWED
