@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
@@ -43,12 +43,13 @@ class Pass:
     changed: dict[str, Tensor | None] = field(default_factory=dict)
     drew: int = 0  # in the forward pass
     elsewhere: bool = False  # whether Python's or NumPy's generator was used
+    redraws: bool = True  # whether backward passes may draw, as those of checkpoints do
 
     def gradient(self, place: int, of: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         if not of:  # which autograd refuses
             return ()
         self.draws.rewind(self.drew)
-        with self.draws, sdpa_kernel(SDPBackend.MATH):
+        with self.draws if self.redraws else nullcontext(), sdpa_kernel(SDPBackend.MATH):
             return torch.autograd.grad(self.losses[place], of, retain_graph=True, allow_unused=True)
 
 
@@ -68,6 +69,7 @@ class Passes:
         self.dimensions: list[int | None] | None = None  # of each draw, the one that counts examples
         self.places: dict[tuple[str, int], int] = {}  # of what is seen, likewise
         self.unassigned = self.is_half = False
+        self._redraws = True  # in the backward pass, as checkpoints do
 
     def profile(self) -> None:
         """Find out, from copies of one example, which dimensions count examples."""
@@ -77,12 +79,12 @@ class Passes:
             self.smallest, self.failed = 2, error
             one = self([0, 0], tracked=True)
         two = self([0] * (self.smallest + 1), tracked=True)
-        if (
-            one.draws.shapes
-        ):  # checkpoints draw again in the backward pass, which reentrant ones do not permit
-            with suppress(RuntimeError):
+        self._redraws = bool(one.draws.shapes)
+        if self._redraws:
+            with suppress(RuntimeError):  # of reentrant checkpoints
                 for each in (one, two):
                     each.gradient(0, list(self.trained.values()))
+                self._redraws = any(len(each.draws.shapes) > each.drew for each in (one, two))
         sizes = (self.smallest, self.smallest + 1)
         pairs = zip(one.draws.shapes, two.draws.shapes, strict=False)
         self.unassigned |= len(one.draws.shapes) != len(two.draws.shapes)
@@ -99,22 +101,25 @@ class Passes:
     def clipped(self, members: Sequence[int], style: Style, add: Callable[[Losses, Any], object]) -> Draws:
         """Give a batch of these examples to clipping, which runs `losses` itself, perhaps several times."""
         draws = Draws(members, self.dimensions, style)
-        with self._ready(draws), torch.enable_grad():
-            batch = self._batch(members)
+        with self._ready(), torch.enable_grad():
+            with draws:
+                batch = self._batch(members)
             drawn = len(draws.shapes)
 
             def losses(model: nn.Module, given: Any) -> Tensor:
                 draws.rewind(drawn)
-                return self._losses(model, given)
+                with nullcontext() if self._redraws else draws:
+                    return self._losses(model, given)
 
-            add(losses, batch)
+            with draws if self._redraws else nullcontext():
+                add(losses, batch)
         return draws
 
     @contextmanager
-    def _ready(self, draws: Draws) -> Iterator[None]:
+    def _ready(self) -> Iterator[None]:
         self._start.put_back()
         self._start.seed()
-        with sdpa_kernel(SDPBackend.MATH), torch.compiler.set_stance("force_eager"), draws:
+        with sdpa_kernel(SDPBackend.MATH), torch.compiler.set_stance("force_eager"):
             yield
 
     def _batch(self, members: Sequence[int]) -> Any:
@@ -134,10 +139,11 @@ class Passes:
 
     def _run(self, members: Sequence[int], style: Style, tracked: bool, inputs: bool) -> Pass:
         draws = Draws(members, self.dimensions, style)
-        found = Pass(members, torch.empty(0), draws)
+        found = Pass(members, torch.empty(0), draws, redraws=self._redraws)
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(self._ready(draws))
+            stack.enter_context(self._ready())
+            stack.enter_context(draws)
             batch = self._batch(members)
             _each_tensor(batch, found.batch.append)
             if inputs:
