@@ -11,7 +11,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from bandmf.jax.training.loaders.checks import check_count, of_another_shape, varying_arrays, warn_of_varying
+from bandmf.jax.training.loaders.checks import (
+    check_count,
+    native,
+    of_another_shape,
+    varying_arrays,
+    warn_of_varying,
+)
 from bandmf.jax.training.loaders.datasets import is_dataset, taken
 from bandmf.jax.training.loaders.kinds import check_arrays, check_function, checked, count
 from bandmf.randomness.key import Key
@@ -53,6 +59,7 @@ class Loader:
         check_arrays(jax.tree.leaves(found))
         for leaf in jax.tree.leaves(found):
             check_count(leaf, asked)
+        found = jax.tree.map(native, found)
         alike = [(leaf.shape[1:], leaf.dtype) for leaf in jax.tree.leaves(found)]
         if self._rows_alike not in (None, alike):
             raise of_another_shape(self)

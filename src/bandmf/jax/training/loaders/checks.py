@@ -96,7 +96,7 @@ def _refused(load: Loader, gives: str, remedy: str) -> ValueError:
 
 def _loaded(load: Loader, indices: Indices) -> list[Any]:
     """Copies, as a function may use its memory again."""
-    leaves = [_native(np.array(as_words(leaf))) for leaf in jax.tree.leaves(load(indices))]
+    leaves = [native(np.array(as_words(leaf))) for leaf in jax.tree.leaves(load(indices))]
     for leaf in leaves:
         check_count(leaf, indices)
     return leaves
@@ -124,9 +124,10 @@ def _kept(rows: int) -> Iterator[Any]:
         yield from (some, ~some)
 
 
-def _native(leaf: Any) -> Any:
-    """In this machine's order of bytes, as arrays that are put together are."""
-    return leaf.astype(leaf.dtype.newbyteorder("="))
+def native(leaf: Any) -> Any:
+    """In this machine's order of bytes, which JAX asks for."""
+    is_other = isinstance(leaf, np.ndarray) and not leaf.dtype.isnative
+    return leaf.astype(leaf.dtype.newbyteorder("=")) if is_other else leaf
 
 
 def _unlike(some: list[Any], others: list[Any], in_place: bool = False) -> set[int]:
