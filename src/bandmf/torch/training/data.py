@@ -85,6 +85,14 @@ class Examples:
             by_size[place] for place in sorted({round(last * n / (_VERIFIED - 1)) for n in range(_VERIFIED)})
         ]
 
+    def fit_together(self, some: list[Any]) -> bool:
+        """Whether they can be in one batch."""
+        try:
+            self.collate([copy.copy(each) for each in some])
+        except Exception:  # whatever a collate function says to pictures of different sizes
+            return False
+        return True
+
     def fetch(self, indices: Any) -> list[Any]:
         """As torch's DataLoader does it: all at once where the data set can."""
         if hasattr(self.source, "__getitems__"):

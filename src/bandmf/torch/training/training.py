@@ -138,7 +138,7 @@ class Training:
             check(model, clipping=clipping).refuse()
             check_memory(plan, trained, ranks)
             self._clipping = make_clipping(clipping, model, trained.parameters, clip_norm, per_layer)
-            self._verified = verify and _verified(model, losses, examples, clipping)
+            self._verified = verify and _verified(model, losses, examples, clipping, micro_batch)
         self._opened = Opened(self.folder, key, moved, ranks)
         sampler = sampler_of(plan, self._opened.run_key, examples.count())
         ranks.start_equal(model)
@@ -326,10 +326,15 @@ class Training:
             self._let_go()
 
 
-def _verified(model: nn.Module, losses: Losses, examples: Examples, clipping: str) -> bool:
+def _verified(
+    model: nn.Module, losses: Losses, examples: Examples, clipping: str, micro_batch: int | None
+) -> bool:
     """Refuse what verify finds; whether there was anything to compare."""
     some = examples.some()
     if len(some) < 2:
+        return False
+    if micro_batch == 1 and not examples.fit_together(some):
+        log.warning("not verified: the examples that were tried cannot be in one batch, and never are")
         return False
     verify_examples(model, losses, some, collate=examples.collate, clipping=clipping).refuse()
     return True
