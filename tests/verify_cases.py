@@ -210,6 +210,13 @@ def simclr(model, batch):
     return functional.cross_entropy(one @ two.T / 0.1, torch.arange(len(x)), reduction="none")
 
 
+def clip(model, batch):
+    """Pictures and texts of the batch, each the negatives of the others."""
+    x, _ = batch
+    scores, own = model(x) @ model(-x).T, torch.arange(len(x))
+    return sum(functional.cross_entropy(each, own, reduction="none") for each in (scores, scores.T))
+
+
 def frozen_negatives(model, batch):
     """The others' embeddings are constants, yet they change the loss."""
     z = model(batch[0])
@@ -241,6 +248,12 @@ def class_weights(model, batch):
         functional.cross_entropy(model(batch[0]), batch[1], weights, reduction="none")
         / weights[batch[1]].sum()
     )
+
+
+def mean_of_class_weights(model, batch):
+    """As torch takes the mean: over the sum of the weights."""
+    weights = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    return functional.cross_entropy(model(batch[0]), batch[1], weights).expand(len(batch[1]))
 
 
 def top_k(model, batch):
@@ -287,6 +300,15 @@ def wrong_rows(model, batch):
     )
 
 
+def shifted_owners(model, batch):
+    """Three nodes of every graph, each said to be the next graph's."""
+    x, y = batch
+    owner = torch.arange(len(x)).repeat_interleave(3)
+    with rows((owner + 1) % len(x)):
+        scores = model(x.repeat_interleave(3, 0) * torch.tensor([1.0, 2.0, 3.0]).repeat(len(x))[:, None])
+    return functional.cross_entropy(scores.unflatten(0, (-1, 3)).mean(1), y, reduction="none")
+
+
 def scaled_gradients(model, batch):
     """A hook that divides by the size of the batch's whole gradient."""
     scores = model(batch[0])
@@ -312,6 +334,7 @@ def wrong():
             nn.Sequential(nn.Dropout(0.5), HomeMadeNorm(), net()), each, vectors(), names="norm"
         ),
         "SimCLR": Case(net(), simclr, vectors(), names="in-batch negatives as in SimCLR"),
+        "CLIP": Case(net(), clip, vectors(), names="in-batch negatives as in SimCLR or CLIP"),
         "frozen negatives": Case(
             net(), frozen_negatives, vectors(), names="changes with the other examples|counted"
         ),
@@ -320,6 +343,7 @@ def wrong():
         "token mean": Case(Reader(), batch_mean, texts(), padded, "all tokens of a padded batch"),
         "token mean, left": Case(Reader(), batch_mean, texts(), padded_left, "all tokens of a padded batch"),
         "class weights": Case(net(), class_weights, vectors(), names="the sum of class weights"),
+        "mean of class weights": Case(net(), mean_of_class_weights, vectors(), names="a mean over it"),
         "mixup": Case(net(), mixup, vectors(), names="mixup"),
         "top-k": Case(net(), top_k, vectors(), names="top-k"),
         "maximum": Case(net(), scaled_by_the_largest, vectors(), names="maximum"),
@@ -334,6 +358,9 @@ def wrong():
         "padding": Case(Reader(masked=False), own_mean, texts(), padded, "padding counts"),
         "padding in a mean": Case(Reader(), mean_over_padding, texts(), padded, "padding counts"),
         "wrong owners": Case(net(), wrong_rows, vectors(), names="bandmf.torch.rows gives to one example"),
+        "shifted owners": Case(
+            net(), shifted_owners, vectors(), names="bandmf.torch.rows gives to one example"
+        ),
         "sorted": Case(Sorted(), each, vectors(), names="read sees the batch in another order"),
         "flipped places 0, 3": Case(
             Swapped(0, 3), each, vectors(), names="read sees the batch in another order"
