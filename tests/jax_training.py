@@ -98,4 +98,4 @@ def loaded(data, indices, examples, step=0, key=KEY, size=48):
 
 def source_of(data, examples, size=48):
     """One that takes turns of so many rows."""
-    return Source(data, simple_plan(examples=examples, batch_size=size / 2), size, None)
+    return Source(data, simple_plan(examples=examples, batch_size=size / 2, bands=1), size, None)

@@ -7,20 +7,18 @@ import threading
 import time
 import warnings
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
+import jax_training as tiny
 from bandmf import Key
-from bandmf.jax import Clipped
 from bandmf.randomness import generators
-from jax_training import CLIP, EXAMPLES, Source, Training, data, flat, open_run, plan
+from jax_training import EXAMPLES, data
 
 ROWS = 32
 X, Y = np.random.default_rng(0).normal(size=(ROWS, 3)).astype(np.float32), np.arange(ROWS)
-KEY = Key(bytes(32))
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
@@ -38,10 +36,10 @@ class Dataset:
         return self._example(index)
 
 
-def loaded(given, indices=range(10), step=0, key=KEY, capacity=16):
+def loaded(given, indices=range(10), step=0, key=tiny.KEY):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return Source(given, ROWS, ROWS, capacity, None, key).rows(np.array(indices), step)
+        return tiny.loaded(given, indices, ROWS, step, key, size=16)
 
 
 def noisy(index):
@@ -54,47 +52,38 @@ def noisy(index):
 
 def test_rows_are_the_examples_one_by_one():
     dataset = Dataset()
-    rows = loaded(dataset, [7, 3, 29])
-    np.testing.assert_array_equal(rows.data[0][:3], X[[7, 3, 29]])
-    np.testing.assert_array_equal(rows.data[1][:3], [7, 3, 29])
-    assert np.asarray(rows.mask).tolist() == [True] * 3 + [False] * 13
+    x, y = loaded(dataset, [7, 3, 29])
+    np.testing.assert_array_equal(x, X[[7, 3, 29]])
+    np.testing.assert_array_equal(y, [7, 3, 29])
     assert all(type(index) is int for index in dataset.asked)
 
 
 def test_every_example_is_loaded_once_for_a_batch():
     """Rows that no example fills are none to load."""
     dataset = Dataset()
-    source = Source(dataset, ROWS, ROWS, 16, None)
-    source.rows(np.arange(10))  # when it is asked more
-    dataset.asked.clear()
-    source.rows(np.arange(5, 11))
+    loaded(dataset, range(5, 11))
     assert sorted(dataset.asked) == list(range(5, 11))
 
 
-def test_training_with_a_data_set_is_that_with_arrays(monkeypatch):
-    monkeypatch.setattr("bandmf.ledger._fresh_run_id", lambda: "00" * 16)
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_training_with_a_data_set_is_that_with_arrays(at_once):
     x, y = data()
-    dataset = Dataset(lambda i: (x[i], y[i]), EXAMPLES)
-    training = Training(plan())
-    expected = flat(training.whole(open_run(plan())))
-    np.testing.assert_array_equal(flat(training.whole(open_run(plan()), data=dataset)), expected)
-    several = training.whole(open_run(plan()), data=(Dataset(lambda i: x[i], EXAMPLES), y))
-    np.testing.assert_array_equal(flat(several), expected)
+    expected = tiny.weights_of(at_once=at_once)
+    for given in (Dataset(lambda i: (x[i], y[i]), EXAMPLES), (Dataset(lambda i: x[i], EXAMPLES), y)):
+        np.testing.assert_array_equal(tiny.weights_of(data=given, at_once=at_once), expected)
 
 
 def test_data_sets_of_other_libraries_are_read():
     tensors = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
     table = pytest.importorskip("datasets").Dataset.from_dict({"x": X.tolist(), "y": Y.tolist()})
-    found, of_table, of_arrays = (
-        loaded(given).data for given in (tensors, table, table.with_format("numpy"))
-    )
+    found, of_table, of_arrays = (loaded(given) for given in (tensors, table, table.with_format("numpy")))
     for x, y in (found, (of_table["x"], of_table["y"]), (of_arrays["x"], of_arrays["y"])):
         np.testing.assert_array_equal(x[:10], X[:10])
         np.testing.assert_array_equal(y[:10], Y[:10])
-    np.testing.assert_array_equal(loaded(range(ROWS)).data[:10], Y[:10])
-    np.testing.assert_array_equal(loaded(Dataset(lambda i: list(X[i]))).data[:10], X[:10])
+    np.testing.assert_array_equal(loaded(range(ROWS))[:10], Y[:10])
+    np.testing.assert_array_equal(loaded(Dataset(lambda i: list(X[i])))[:10], X[:10])
     picture = pytest.importorskip("PIL.Image").fromarray
-    found = loaded(Dataset(lambda i: picture(np.full((2, 3), i, np.uint8)))).data
+    found = loaded(Dataset(lambda i: picture(np.full((2, 3), i, np.uint8))))
     np.testing.assert_array_equal(found[:10, 0, 0], Y[:10])
 
 
@@ -109,49 +98,40 @@ def test_a_data_set_that_uses_its_memory_again_gives_each_example_its_own_row(co
         buffer[:] = kind((3,)) + torch.tensor(X[index]) if kind is torch.zeros else X[index]
         return buffer
 
-    np.testing.assert_array_equal(loaded(Dataset(example)).data[:10], X[:10])
+    np.testing.assert_array_equal(loaded(Dataset(example))[:10], X[:10])
 
 
-def rows_of(run, dataset, chunked=False):
-    """By step and index, what a run gives of the examples, which have a number as their second array."""
-    found, training = {}, Training(plan())
-    weights, state = training.begin()
+def noted(at_once=1, **more):
+    """By step and index, what a run gives of examples with random changes."""
+    x, _ = data()
+    dataset = Dataset(lambda i: (x[i] + np.random.normal(size=5).astype(np.float32), np.int32(i)), EXAMPLES)
 
-    def note(step, rows):
-        for x, number, counts in zip(*map(np.asarray, (*rows.data, rows.mask)), strict=True):
-            if counts:
-                found[step, int(number)] = x.tobytes()
+    def loss(weights, example):
+        return tiny.loss(weights, (example[0], example[0][:1]))
 
-    for part in run.chunks(dataset, steps=4) if chunked else run.batches(dataset, capacity=7):
-        if chunked:
-            for k in range(part.count):
-                note(part.step + k, jax.tree.map(lambda leaf, k=k: leaf[k], part.rows))
-            break
-        for rows in part:
-            note(part.step, rows)
-        total = Clipped(jax.tree.map(jnp.zeros_like, weights), CLIP)
-        weights, state = run.release(training.update, total, weights, state)
-        if run.steps_taken == 4:
-            break
+    found, training = {}, tiny.training(loss=loss, data=dataset, **more)
+    load = training._source.rows
+
+    def watched(batches, step, key):
+        rows = load(batches, step, key)
+        for place in zip(*np.nonzero(rows.places >= 0), strict=True):
+            changed, number = (np.asarray(leaf[place]) for leaf in rows.data)
+            assert number == rows.places[place]
+            found[step + int(place[0]), int(number)] = changed.tobytes()
+        return rows
+
+    training._source.rows = watched
+    tiny.trained(training, at_once=at_once, until=4)
     return found
 
 
-def test_random_changes_of_a_run_are_secret_and_of_one_step_in_batches_and_in_chunks(monkeypatch):
-    """The key of the run, the step and the index decide; not how rows are loaded."""
-    x, _ = data()
-    dataset = Dataset(lambda i: (x[i] + np.random.normal(size=5), i), EXAMPLES)
-    other = rows_of(open_run(plan()), dataset)
-    monkeypatch.setattr("bandmf.ledger._fresh_run_id", lambda: "00" * 16)
-    found = rows_of(open_run(plan()), dataset)
+def test_random_changes_of_a_run_are_secret_and_of_one_step_however_rows_are_loaded():
+    """The key of the run, the step and the index decide."""
+    found = noted()
     assert len(found) > 20
-    assert rows_of(open_run(plan()), dataset, chunked=True) == found
-    assert not set(found.values()) & set(other.values())  # another run has another key
+    assert noted(at_once=4) == noted(micro_batch=3) == found
+    assert not set(found.values()) & set(noted(key=Key(bytes([1] * 32))).values())
     assert len(set(found.values())) == len(found)
-    known = Source(dataset, EXAMPLES, 12, 64, None, open_run(plan())._key.derive("examples"))
-    for step in (0, 3):
-        indices = np.array([index for at, index in found if at == step])
-        rows = np.asarray(known.rows(indices, step).data[0])
-        assert [row.tobytes() for row in rows[: len(indices)]] == [found[step, i] for i in indices.tolist()]
 
 
 # --- random changes ---------------------------------------------------------------------------------------------
@@ -159,13 +139,8 @@ def test_random_changes_of_a_run_are_secret_and_of_one_step_in_batches_and_in_ch
 
 def moved_by_one_more():
     """How much the rows of other examples move when one more is loaded before them."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        few, more = (
-            Source(Dataset(noisy), ROWS, ROWS, 16, None, KEY).rows(np.array(some))
-            for some in ([8, 9], [2, 8, 9])
-        )
-    return max(float(jnp.abs(a[:2] - b[1:3]).max()) for a, b in zip(few.data, more.data, strict=True))
+    few, more = (loaded(Dataset(noisy), some) for some in ([8, 9], [2, 8, 9]))
+    return max(float(jnp.abs(a - b[1:]).max()) for a, b in zip(few, more, strict=True))
 
 
 def test_random_changes_are_the_examples_own(monkeypatch):
@@ -179,10 +154,10 @@ def test_random_changes_are_the_examples_own(monkeypatch):
 
 def test_random_changes_differ_by_step_and_run_and_are_repeated():
     first = loaded(Dataset(noisy))
-    for part, same in zip(first.data, loaded(Dataset(noisy), range(9, -1, -1)).data, strict=True):
+    for part, same in zip(first, loaded(Dataset(noisy), range(9, -1, -1)), strict=True):
         np.testing.assert_array_equal(part[:10], same[9::-1])
     for other in (loaded(Dataset(noisy), step=1), loaded(Dataset(noisy), key=Key(bytes([1] * 32)))):
-        for one, part in zip(first.data, other.data, strict=True):
+        for one, part in zip(first, other, strict=True):
             assert not np.any(np.asarray(one[:10]) == np.asarray(part[:10]))
 
 
@@ -190,14 +165,12 @@ def test_a_restart_repeats_random_changes(tmp_path):
     """Steps after the last checkpoint are released again, and may be only with the same sums."""
     x, y = data()
     dataset = Dataset(lambda i: (x[i] + np.random.normal(size=5).astype(np.float32), y[i]), EXAMPLES)
-    training, run = Training(plan()), open_run(plan(), tmp_path)
-    tree = training.steps(run, *training.begin(), until=3, data=dataset)
-    run.save(tree)
-    whole = flat(training.steps(run, *tree, data=dataset)[0])
-    run.close()
-    again = open_run(plan(), tmp_path)
+    training = tiny.training(data=dataset, folder=tmp_path / "run", save_every=3)
+    tiny.trained(training, until=5)
+    training._let_go()
     np.random.seed(5)
-    np.testing.assert_array_equal(flat(training.steps(again, *again.restore(tree), data=dataset)[0]), whole)
+    found = tiny.weights_of(data=dataset, folder=tmp_path / "run", save_every=3)
+    np.testing.assert_array_equal(found, tiny.weights_of(data=dataset))
 
 
 def test_the_numbers_of_the_user_are_not_disturbed():
@@ -252,20 +225,6 @@ def test_a_generator_of_torch_of_another_kind_is_warned_of(monkeypatch):
         generators.seed_torch(torch.Generator(), bytes(32))
 
 
-def test_a_data_set_that_draws_by_itself_or_remembers_is_warned_of():
-    own, seen = np.random.default_rng(0), []
-
-    def remembers(index):
-        seen.append(X[index])
-        return X[index] - np.mean(seen, axis=0), 1
-
-    for example in (lambda i: (X[i] + own.normal(size=3), int(Y[i])), remembers):
-        with pytest.warns(
-            UserWarning, match=r"data='Dataset': gives other rows for .* each time, in data\[0\]"
-        ):
-            Source(Dataset(example), ROWS, ROWS, 16, None).rows(np.arange(10))
-
-
 # --- what is refused --------------------------------------------------------------------------------------------
 
 
@@ -287,10 +246,10 @@ def test_examples_that_cannot_be_rows_are_refused_without_their_values(example, 
 
 
 def test_a_batch_that_is_alike_in_itself_but_not_like_others_is_refused():
-    source = Source(Dataset(lambda i: i if i < 16 else float(i)), ROWS, ROWS, 16, None)
-    source.rows(np.arange(10))
+    source = tiny.source_of(Dataset(lambda i: i if i < 16 else float(i)), ROWS)
+    loaded(source, range(10))
     with pytest.raises(ValueError, match="rows of another shape"):
-        source.rows(np.arange(20, 30))
+        loaded(source, range(20, 30))
 
 
 @pytest.mark.parametrize(
@@ -314,9 +273,9 @@ def test_a_list_that_may_be_of_examples_or_of_columns_is_refused(given):
 
 def test_lists_of_examples_are_data_sets_wherever_they_are():
     square, narrow = [np.full((ROWS, 2), i) for i in range(ROWS)], [np.full(2, i) for i in range(ROWS)]
-    np.testing.assert_array_equal(loaded(np.stack(square)).data[:10, 0, 0], range(10))
-    np.testing.assert_array_equal(loaded(narrow).data[:10, 0], range(10))
-    found = loaded({"x": narrow, "y": Y.tolist(), "z": (tuple(narrow), Y)}).data
+    np.testing.assert_array_equal(loaded(np.stack(square))[:10, 0, 0], range(10))
+    np.testing.assert_array_equal(loaded(narrow)[:10, 0], range(10))
+    found = loaded({"x": narrow, "y": Y.tolist(), "z": (tuple(narrow), Y)})
     for part in (found["x"][:, 0], found["y"], found["z"][0][:, 0], found["z"][1]):
         np.testing.assert_array_equal(part[:10], range(10))
 
@@ -324,14 +283,3 @@ def test_lists_of_examples_are_data_sets_wherever_they_are():
 def test_a_data_set_of_another_length_is_refused():
     with pytest.raises(ValueError, match=r"len\(data\)=31: must be the plan's examples=32"):
         loaded(Dataset(length=ROWS - 1))
-
-
-def test_a_data_set_whose_array_of_jax_is_too_short_is_refused():
-    """Beyond its end, an array of JAX gives its last row."""
-    few = jnp.asarray(X[:20])
-    for example in (
-        lambda i: few[i],
-        lambda i: (few[i], int(Y[i])),
-    ):  # of Y, NumPy says that there are no more
-        with pytest.raises(ValueError, match=r"the last 8 examples, .*one row"):
-            loaded(Dataset(example))
