@@ -105,18 +105,28 @@ def test_a_deviation_beyond_float32_is_refused():
         made.deviation(1e-10)
 
 
-def test_privatize_refuses_such_a_clip_norm_and_a_plan_that_was_changed(plan):
-    pytest.importorskip("jax")
-    from bandmf.jax import privatize
+def test_training_in_jax_refuses_such_a_clip_norm_and_a_plan_that_was_changed(plan):
+    jax, optax = pytest.importorskip("jax"), pytest.importorskip("optax")
+    from bandmf.jax import Training, clipped_gradient
+
+    def loss(weights, example):
+        return weights @ example
+
+    def begin(plan, clip_norm):
+        training = Training(loss, optax.sgd(0.1), np.ones((1_000, 2), np.float32), plan, clip_norm=clip_norm)
+        return training.init(jax.numpy.zeros(2))
 
     for bad in (0.0, 1e-40, 1e38, math.nan):
         with pytest.raises(ValueError, match="clip_norm="):
-            privatize(plan, clip_norm=bad)
+            begin(plan, bad)
+        with pytest.raises(ValueError, match="clip_norm="):
+            clipped_gradient(loss, clip_norm=bad)
+    assert begin(plan, 1e-16).step == 0
     changed = replace(plan)
     assert changed.digest == plan.digest  # now cached
     object.__setattr__(changed, "noise_multiplier", 1e-6)
     with pytest.raises(ValueError, match="epsilon="):
-        privatize(changed, clip_norm=1.0)
+        begin(changed, 1.0)
 
 
 def engines():
