@@ -126,6 +126,7 @@ def test_the_epsilon_that_is_logged_is_what_the_run_has_spent(tmp_path):
     assert trainer.spent() == trainer.training.spent() == plan.spent_after(6)
 
 
+@pytest.mark.long
 def test_a_run_that_is_killed_and_resumed_ends_with_the_weights_of_one_that_was_not(tmp_path):
     """Killed after a step, between ledger and noise, and while the model is saved."""
     result = children.run(HERE / "killed_trainer.py", tmp_path, timeout=200)
@@ -134,6 +135,22 @@ def test_a_run_that_is_killed_and_resumed_ends_with_the_weights_of_one_that_was_
     assert json.loads(result.stdout.splitlines()[-1]) == ["killed"] * 3 + ["ended"]
     assert killed == clean
     assert len(clean["weights"]) > 500
+
+
+def on_a_rank(folder):
+    named = {"folder": folder / "run", "eval_dataset": HELD_OUT, "options": {"eval_strategy": "epoch"}}
+    trainer = trained(trainer_of(folder / "out", **named))
+    found = weights(trainer.model), trainer.args.world_size, trainer.state.log_history[0]["epsilon"]
+    torch.save(found, folder / f"{trainer.args.process_index}.pt")
+
+
+def test_on_two_processes_the_weights_are_those_of_one(tmp_path, expected):
+    children.run_ranks(2, on_a_rank, tmp_path)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert torch.equal(first[0], second[0])
+    assert first[1:] == second[1:]
+    assert first[1] == 2
+    torch.testing.assert_close(first[0], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_run_goes_on_after_an_error_in_the_same_process(tmp_path):
@@ -604,7 +621,7 @@ def test_arguments_may_come_by_position_as_in_trainer(tmp_path):
         PrivateTrainer(*given, writer, plan=plan_of(), clip_norm=0.5)
 
 
-def test_a_folder_that_holds_a_run_goes_on_whatever_is_said_of_resuming(tmp_path):
+def test_a_folder_that_holds_a_run_goes_on_whatever_is_said_of_resuming(tmp_path, expected):
     with pytest.raises(ValueError, match="only a run with a folder= can be resumed"):
         trainer_of(tmp_path / "out").train(resume_from_checkpoint=True)
     settings = {"folder": tmp_path / "run", "may_end_early": True, "callbacks": [Stopping()]}
@@ -616,6 +633,7 @@ def test_a_folder_that_holds_a_run_goes_on_whatever_is_said_of_resuming(tmp_path
     again = trainer_of(tmp_path / "out", folder=tmp_path / "run", callbacks=[watching := Watching()])
     trained(again)
     assert [step for step, _ in watching.seen] == [3, 4, 5, 6]
+    assert torch.equal(weights(again.model), expected)
     assert [line["step"] for line in again.state.log_history if "learning_rate" in line] == [2, 4, 6]
     for resume in (True, str(tmp_path / "run"), None):
         ended = trainer_of(tmp_path / "out", folder=tmp_path / "run")

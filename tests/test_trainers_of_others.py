@@ -1,4 +1,4 @@
-"""Lightning and Accelerate around Training: the weights of a plain loop, and their pages run."""
+"""Lightning and Accelerate around Training: the weights of a plain loop, and their pages run. Opacus beside it."""
 
 from __future__ import annotations
 
@@ -249,3 +249,29 @@ def test_the_page_on_hugging_face_runs(tmp_path, monkeypatch):
     names = run("docs/huggingface.md")
     assert names["trainer"].training.finished
     assert names["trainer"].state.log_history[-1]["epsilon"] <= 8
+
+
+# --- Opacus, a peer of the tests ------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook")
+def test_without_correlation_and_noise_the_weights_are_those_of_opacus():
+    """Of its optimizer, on the same batches."""
+    from opacus import GradSampleModule
+    from opacus.optimizers import DPOptimizer
+
+    plan = simple_plan(steps=9, bands=1, noise_multiplier=1e-9)
+    assert plan.deviation(0.5) == pytest.approx(0.5e-9)  # as in Opacus: noise multiplier times clip norm
+    model, theirs, data = small_model(), GradSampleModule(small_model()), small_data()
+    training = Training(model, losses, sgd(model), data, plan, clip_norm=0.5)
+    optimizer = DPOptimizer(
+        sgd(theirs), noise_multiplier=0.0, max_grad_norm=0.5, expected_batch_size=plan.batch_size
+    )
+    for step in training:
+        batch = [each[training._stepper.sampler.batch(step - 1)] for each in data.tensors]
+        optimizer.zero_grad()
+        losses(theirs, batch).mean().backward()
+        optimizer.step()
+        torch.testing.assert_close(weights(model), weights(theirs), rtol=1e-5, atol=1e-6)
+    assert training.finished
+    assert (weights(model) - weights(small_model())).norm() > 0.1
