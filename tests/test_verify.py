@@ -102,7 +102,7 @@ def test_legitimate_programs_are_accepted(name, seeds):
         assert found.ok, (seed, str(found.problems[0]))
 
 
-NOTED = {"augmentation one by one", "recurrent", "transformer, reentrant checkpoints"}
+NOTED = {"augmentation one by one", "recurrent", "recurrent, packed", "transformer, reentrant checkpoints"}
 
 
 @pytest.mark.parametrize("name", [name for name in LEGITIMATE if name not in NOTED])

@@ -102,10 +102,14 @@ class Recurrent(nn.Module):
     def __init__(self, packed=False):
         super().__init__()
         self.embed, self.read = nn.Embedding(20, 8), nn.LSTM(8, 8, 2, batch_first=True, dropout=0.2)
-        self.out = nn.Linear(8, 4)
+        self.out, self.packed = nn.Linear(8, 4), packed
 
     def forward(self, tokens, lengths):
-        states, _ = self.read(self.embed(tokens))
+        x = self.embed(tokens)
+        if self.packed:
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            return self.out(self.read(packed)[1][0][-1])
+        states, _ = self.read(x)
         return self.out(states[torch.arange(len(tokens)), lengths - 1])
 
 
@@ -600,6 +604,7 @@ def legitimate():
         "spectral norm": Case(spectral(), each, vectors()),
         "masked words": Case(Reader(), masked_words, texts(), padded),
         "recurrent": Case(Recurrent(), last_state, texts(), padded),
+        "recurrent, packed": Case(Recurrent(packed=True), last_state, texts(), padded),
         "VAE": Case(Auto(), vae, vectors()),
         "diffusion": Case(net(width=7, out=6), diffusion, vectors()),
         "dropout": Case(net(dropout=0.5), each, vectors()),

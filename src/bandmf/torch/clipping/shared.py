@@ -267,7 +267,10 @@ def _rows(leaf: Any, ndim: int) -> Any:
         node = node.once.node
     value = node.value.reshape(*[1] * (ndim - node.value.ndim), *node.value.shape)
     if ndim == 0 or (len(value) != 1 and len(value) != count):
-        raise node.fail("meets tensors whose first dimension does not count the examples")
+        raise node.fail(
+            "meets tensors whose first dimension does not count the examples (if it is time, give them the examples "
+            "first: batch_first=True, or transpose)"
+        )
     every = len(value) == 1
     return node.recorder.note_shared(
         node.sources[0].name,

@@ -201,10 +201,11 @@ def _watched(model: nn.Module, found: Pass, inputs: bool) -> Iterator[None]:
             handle.remove()
 
 
-def _each_tensor(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """A batch whose tensors are changed; containers are copied, all else is as it was."""
+def _each_tensor(value: Any, change: Callable[[Tensor], Tensor | None]) -> Any:
+    """A batch whose tensors are changed, unless `change` gives None; containers are copied, all else is as it was."""
     if isinstance(value, Tensor):
-        return change(value)
+        given = change(value)
+        return value if given is None else given
     if isinstance(value, Mapping):
         changed = copy.copy(value)
         for name, each in value.items():
