@@ -70,14 +70,20 @@ def test_items_of_several_steps_end_at_every_checkpoint(tmp_path):
     training.close()
 
 
-def test_the_loss_is_traced_once_for_all_single_steps():
+@pytest.mark.parametrize("at_once", [1, 12])
+def test_the_loss_is_traced_once_for_all_steps(at_once):
     calls = []
 
     def loss(weights, example):
         calls.append(1)
         return tiny.loss(weights, example)
 
-    tiny.weights_of(loss=loss, micro_batch=5)
+    training = tiny.training(loss=loss, micro_batch=5)
+    steps = training.steps(training.init(tiny.first_weights()), at_once=at_once)
+    assert calls == []
+    next(steps)
+    assert len(calls) == 1
+    assert sum(1 for _ in steps) == tiny.STEPS / at_once - 1
     assert len(calls) == 1
 
 
