@@ -224,7 +224,7 @@ def test_features_of_a_network_in_few_digits_are_right():
 
 
 def standardized(rows):
-    return (rows - rows.mean(0)) / rows.std(0)
+    return (rows - rows.mean(0)) / (rows.std(0) + 1e-6)
 
 
 def over_the_largest(rows):
