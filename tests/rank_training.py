@@ -34,7 +34,8 @@ def make(kind, folder=None, run_id=RUN_ID, **options):
             fully_shard(layer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     options = {
-        "clip_norm": 0.5, "key": Key(bytes(32)), "micro_batch": 2, "folder": folder, "verify": False, **options,
+        "clip_norm": 0.5, "key": Key(bytes(32)), "micro_batch": 2, "folder": folder, "verify": kind != "one",
+        **options,
     }  # fmt: skip
     with same_run(run_id):
         return Training(model, losses, optimizer, small_data(403), PLAN, **options)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import default_collate
 
 from bandmf import _check
@@ -87,6 +88,8 @@ def _looked_at(passes: Passes, clipping: str) -> tuple[list[Finding], list[Findi
     found = compare(passes, full, other, judged.gradients, tried)
     notes += found.notes
     problems += found.problems
+    if any(isinstance(each, DTensor) for each in passes.trained.values()):
+        return problems, [*notes, sentences.not_whole()]
     if not problems and tried:
         summed = _sums(passes, clipping, found)
         problems += summed.problems

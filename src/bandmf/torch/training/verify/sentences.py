@@ -180,6 +180,10 @@ def not_summed() -> Finding:
     )
 
 
+def not_whole() -> Finding:
+    return Finding("clipping", "was not compared with autograd: each rank has a shard of the gradients", "")
+
+
 def not_judged(error: Exception) -> Finding:
     return Finding("losses", f"was not back-propagated one example at a time ({error})", "")
 
