@@ -1,4 +1,4 @@
-"""Training on a GPU: what verify costs, whether killed runs go on, and whether the newest JAX takes steps.
+"""Training on a GPU: what verify costs, whether killed runs go on, whether the newest JAX takes steps and how soon.
 
 PYTHONPATH=src python benchmarks/training_gpu.py --json results.json         (about four minutes on an H200)
 PYTHONPATH=src python benchmarks/training_gpu.py --tiny                      (seconds, on any machine)
@@ -218,6 +218,51 @@ def jax_steps() -> dict[str, Any]:
     return {"jax": jax.__version__, "device": str(jax.devices()[0]), "difference_at_once": difference}
 
 
+def jax_compile(tiny: bool) -> dict[str, Any]:
+    """Seconds to the end of the first private step, nearly all compilation, beside steps without privacy.
+
+    A small transformer and Adam; the mean's gradient, alone and with the update, is of as many texts as one turn of the
+    private step has rows.
+    """
+    import jax
+    import optax
+
+    from bandmf.jax import Training
+    from train_jax import first_weights, loss
+
+    text = np.random.default_rng(1).integers(0, 256, (512, 65))
+    weights = first_weights(32 if tiny else 256, 2 if tiny else 6)
+    adam = optax.adam(1e-3)
+    seconds: dict[str, list[float]] = {"gradient": [], "public_step": [], "private_step": []}
+    for _ in range(3):
+        training = Training(loss, adam, text, plan_of(12, 512, 32), clip_norm=1.0)
+        some = text[: training._source.size]
+
+        def mean(weights: Any, some: Any) -> Any:
+            return jax.vmap(loss, (None, 0))(weights, some).mean()
+
+        def update(weights: Any, state: Any, some: Any) -> Any:
+            updates, state = adam.update(jax.grad(mean)(weights, some), state, weights)
+            return optax.apply_updates(weights, updates), state
+
+        ways = {
+            "gradient": lambda mean=mean, some=some: jax.jit(jax.grad(mean))(weights, some),
+            "public_step": lambda update=update, some=some: jax.jit(update)(
+                weights, adam.init(weights), some
+            ),
+            "private_step": lambda own=training: next(own.steps(own.init(weights))).weights,
+        }
+        for name, way in ways.items():
+            jax.clear_caches()
+            begin = time.process_time()
+            jax.block_until_ready(way())
+            seconds[name].append(time.process_time() - begin)
+    best = {f"{name}_cpu_s": min(each) for name, each in seconds.items()}
+    for name in ("gradient", "public_step"):
+        best[f"over_{name}"] = best["private_step_cpu_s"] / best[f"{name}_cpu_s"]
+    return {"jax": jax.__version__, **best}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -225,7 +270,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--parts", nargs="+", default=["verify", "kills", "jax"])
+    parser.add_argument("--parts", nargs="+", default=["verify", "kills", "jax", "jax_compile"])
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child is not None:
@@ -242,6 +287,7 @@ def main() -> None:
         "verify": lambda: time_verify(given.device, given.tiny),
         "kills": lambda: kill_and_compare(given.device, given.tiny, 1 if given.tiny else KILLS),
         "jax": jax_steps,
+        "jax_compile": lambda: jax_compile(given.tiny),
     }
     for name in given.parts:
         try:
