@@ -18,7 +18,6 @@ from bandmf.torch.noise.precision import precision
 if TYPE_CHECKING:
     from bandmf.torch.clipping.recording import Layer
 
-Seen = dict[Any, set[int]]
 _ROUNDING = 1e-3  # relative difference of sums that rounding explains
 _HALF = 5e-2  # the same in less than float32
 _HEAVIEST = 100.0  # times what an ordinary example counts in a sum that is checked
@@ -29,25 +28,22 @@ _REMEDY = "give what all examples share a first dimension of 1, or register a ru
 class Call:
     """One call of a layer: what is needed to make it again, an example at a time.
 
-    Of its inputs, tensors with a row for each example are cut; everything else is shared. Which are, is guessed from
-    the shapes of this very call: a mask may have one row in a batch without padding, and one for each example in the
-    next. Wherever the shapes leave a doubt, the gradients found must add up to that of the batch, so that no example is
-    differentiated with the rows of others; a table that is as long as the batch by chance is told apart by this.
-    `seen` is where the guess begins: the numbers of examples that an input was as long as, 0 for one of another length.
+    Of its inputs, tensors with a row for each example are cut; everything else is shared. Which are, `known` says.
+    Where nobody knows, it is guessed from the shapes of this very call: a mask may have one row in a batch without
+    padding, and one for each example in the next. Wherever that leaves a doubt, the gradients found must add up to that
+    of the batch, so that no example is differentiated with the rows of others.
     """
 
-    def __init__(self, layer: Layer, args: Any, kwargs: Any, rows: int, seen: Seen) -> None:
+    def __init__(self, layer: Layer, args: Any, kwargs: Any, rows: int, known: Sequence[bool | None]) -> None:
         self.layer, self._rows = layer, rows
-        leaves, self._shape = pytree.tree_flatten_with_path((args, kwargs))
-        self._leaves = [leaf for _, leaf in leaves]
+        self._leaves, self._shape = pytree.tree_flatten((args, kwargs))
         self._places = [n for n, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
         self.given: list[Tensor] = [self._leaves[n] for n in self._places]
         self.tensors = [tensor.detach() for tensor in self.given]
         self._versions = [tensor._version for tensor in self.tensors]
-        self._seen = seen
-        self._inputs = [(leaves[n][0], leaves[n][1].ndim) for n in self._places]
-        self._cut = [self._is_cut(*each) for each in zip(self._inputs, self.tensors, strict=True)]
-        self._sure = self._is_sure()
+        self._cut = [self._is_cut(*each) for each in zip(known, self.tensors, strict=True)]
+        self._is_known = all(each is not None for each in known)
+        self._sure = self._agrees(known) or self._is_sure()
         if any(isinstance(leaf, Iterator) for leaf in self._leaves):
             raise self._refusal("is given an iterator, which cannot be read a second time; give it a list")
         for place in self._places:
@@ -57,33 +53,29 @@ class Call:
             device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device),
         )  # fmt: skip
 
-    def _is_cut(self, place: Any, tensor: Tensor) -> bool:
-        length = self._length(tensor)
-        if length != 1 and self._rows > 1:
-            self._seen.setdefault(place, set()).add(length if length == self._rows else 0)
-        return length == self._rows and (length == 1 or 0 not in self._seen[place])
+    def _is_cut(self, known: bool | None, tensor: Tensor) -> bool:
+        return self._length(tensor) == self._rows and known is not False
+
+    def _agrees(self, known: Sequence[bool | None]) -> bool:
+        """Whether the shapes are as in the calls that it is known from: a mask may be rows once, and a table later."""
+        lengths = [self._length(tensor) for tensor in self.tensors]
+        return self._is_known and all(
+            length == 1 or has_rows == (length == self._rows)
+            for length, has_rows in zip(lengths, known, strict=True)
+        )
 
     def _length(self, tensor: Tensor) -> int:
         """Along the dimension that counts the examples; 0 where there is none."""
         return tensor.shape[self.layer.batch] if tensor.ndim > self.layer.batch else 0
 
     def _is_sure(self) -> bool:
-        """Whether the shapes leave no doubt.
-
-        All but single rows must be cut, and nothing else be as long as the batch by chance: no other dimension, and no
-        second tensor, unless it was with another number of examples too.
-        """
+        """Whether the shapes leave no doubt: all but single rows are cut, and nothing else is as long by chance."""
         others = {size for t in self.tensors for n, size in enumerate(t.shape) if n != self.layer.batch}
         told_apart = all(
             cut or t.numel() == 1 or self._length(t) == 1
             for t, cut in zip(self.tensors, self._cut, strict=True)
         )
-        proved = sum(self._cut) == 1 or all(
-            len(self._seen.get(place, ())) > 1
-            for place, cut in zip(self._inputs, self._cut, strict=True)
-            if cut
-        )
-        return self._rows == 1 or (told_apart and proved and self._rows not in others)
+        return self._rows == 1 or (told_apart and sum(self._cut) == 1 and self._rows not in others)
 
     def _refusal(self, what: str) -> UnsupportedError:
         return UnsupportedError(f"{self.layer.path!r} {what}")
@@ -118,10 +110,6 @@ class Call:
             except Exception as error:  # whatever a layer says to inputs that do not fit each other
                 refusal = refusal or error
                 continue
-            for place, t, single in zip(self._inputs, self.tensors, cut, strict=True):
-                if self._length(t) == self._rows:
-                    known = self._seen[place]
-                    (known.discard if single else known.add)(0)
             return found
         assert refusal is not None
         raise refusal
@@ -169,7 +157,7 @@ class Call:
         """Fail unless the gradients of the examples add up to that of the batch, where nothing is cut.
 
         Each counts about as much, so that a large one hides nothing of the others. Layers that draw random numbers,
-        others each time, cannot be checked like this.
+        others each time, cannot be checked like this: what is known of their inputs counts, and nothing is guessed.
         """
         batch, norms = self.layer.batch, _norms(found)
         kept = (norms.isfinite() & (norms > 0)).nonzero().flatten()  # the rest adds nothing, or is left out
@@ -185,7 +173,11 @@ class Call:
         before = random_state(gradient)
         _, pull_back, *_ = vjp(lambda chosen: self._output(chosen, inputs, back.number), back.parameters)
         if not torch.equal(before, random_state(gradient)):
-            return
+            if self._is_known:
+                return
+            raise self._refusal(
+                f"draws random numbers, and it is not clear which of its inputs are rows; {_REMEDY}"
+            )
         whole = pull_back(gradient)[0]
         off = {
             name: torch.einsum("i,i...->...", weights.to(each.dtype), each[kept]) - whole[name]
@@ -193,9 +185,8 @@ class Call:
         }
         if not bool(_norms(off, 0) <= self._tolerance(gradient) * (weights * norms[kept]).sum()):
             raise self._refusal(
-                "cannot be called again with one example: of inputs of the shapes "
-                f"{[tuple(t.shape) for t in self.tensors]} it is not clear which have a row for each of the "
-                f"{self._rows} examples, or its examples depend on each other; {_REMEDY}"
+                "cannot be called again with one example: it is not clear which of its inputs have a row for each, or "
+                f"its examples depend on each other; {_REMEDY}"
             )
 
     def _tolerance(self, gradient: Tensor) -> float:

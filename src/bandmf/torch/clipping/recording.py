@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from bandmf.torch.clipping.calls import Calls
+from bandmf.torch.clipping.calls import Calls, tensors_of
 from bandmf.torch.clipping.contributions.totals import Described, Unsettled, settle
-from bandmf.torch.clipping.fallback import Call, Seen, changed
+from bandmf.torch.clipping.fallback import Call, changed
 from bandmf.torch.clipping.refusals import not_by_function, other_rows, refuse_packed, second_order
 from bandmf.torch.clipping.rows import Owners, by_example, owners
 from bandmf.torch.clipping.rules import Rule, convolution, embedding, linear
@@ -60,6 +60,11 @@ class Layer:
         """Of the first argument of its `forward`."""
         return list(inspect.signature(type(self.module).forward).parameters)[1]
 
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether its calls may be given what all examples share: positions, tables, masks."""
+        return self.rule is embedding or (self.rule is None and self.replacement is None)
+
     def parameters(self) -> list[nn.Parameter]:
         """Those at hand now: FSDP2 exchanges them."""
         own = self.module._parameters
@@ -82,7 +87,6 @@ class Recorder:
         self._entries: list[Described] = []  # by the names of the model
         self._unsettled = Unsettled()
         self._listening = False  # whether the backward pass is ours: `losses` may have some of its own
-        self._seen: dict[Layer, Seen] = {}
         self.calls = Calls()
         self._lock = threading.RLock()  # every GPU has a thread of its own in the backward pass
         self._thread = threading.local()
@@ -105,6 +109,7 @@ class Recorder:
     def of(self, layers: Iterable[Layer], bare: Iterable[Bare], examples: int) -> Iterator[None]:
         """Record these; afterwards they, and what was noted, are as before."""
         self.examples, before = examples, []
+        self.calls.begin()
         try:
             for layer in layers:
                 before.append((vars(layer.module), "forward", vars(layer.module).get("forward")))
@@ -125,6 +130,7 @@ class Recorder:
     def listen(self) -> None:
         """From now on, until the pass ends, backward passes are recorded."""
         self._listening = True
+        self.calls.begin_backward()
 
     def settle(self) -> list[Described]:
         """All entries, with sums over places added up."""
@@ -204,7 +210,14 @@ class Recorder:
 
     def call(self, layer: Layer, args: Any, kwargs: Any) -> Call:
         """What torch.func needs to repeat a call of a layer without a rule; made before the layer runs."""
-        return Call(layer, args, kwargs, self.count(owners()), self._seen.setdefault(layer, {}))
+        whose = owners()
+        count = self.count(whose)
+        tensors = tensors_of(args, kwargs)
+        known: list[bool | None] = [None] * len(tensors)
+        if whose is None or whose.dimensions == 1:
+            known = self.calls.has_rows(layer, tensors, count, layer.batch)
+        self.calls.count_call(layer)
+        return Call(layer, args, kwargs, count, known)
 
     def note_unit(self, call: Call, output: Any) -> Any:
         """The same as `note` for such a layer."""
@@ -246,7 +259,8 @@ class Recorded:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         recorder = self.recorder
         if recorder.is_silent or not torch.is_grad_enabled():
-            recorder.calls.see(self.layer, args, kwargs)
+            if self.layer.is_in_doubt:
+                recorder.calls.see(self.layer, args, kwargs, recorder.count(owners()))
             return self.own(*args, **kwargs)
         given = [*args, *kwargs.values()]
         if any(isinstance(each, Shared) for each in given):
@@ -276,10 +290,9 @@ class Recorded:
 
     def _positions(self, indices: Tensor) -> Shared | None:
         """The output for numbers that are given once for all examples, as positions are; None for others."""
-        whose = owners()
-        if whose is not None or (indices.ndim > 1 and len(indices) == 1):
-            return None
-        if not self.recorder.calls.is_for_all(self.layer, indices, self.recorder.examples):
+        is_for_all = self._is_for_all(indices)
+        self.recorder.calls.count_call(self.layer)
+        if not is_for_all:
             return None
         module: Any = self.layer.module
         with torch.no_grad():
@@ -290,6 +303,22 @@ class Recorded:
             return {self.layer.names[name]: term for name, term in each.items()}
 
         return of_source(Source(self.layer.names["weight"], value, describe), self.recorder)
+
+    def _is_for_all(self, indices: Tensor) -> bool:
+        """Shared values have the rows of examples, too, where they have: in doubt, they are right, and slower."""
+        whose, recorder = owners(), self.recorder
+        if whose is not None and whose.dimensions > 1:
+            return False
+        count = recorder.count(whose)
+        (has_rows,) = recorder.calls.has_rows(self.layer, [indices], count, 0)
+        if indices.ndim and len(indices) == count:
+            is_doubtful = indices.ndim == 1 or indices.shape[1] == count
+            return not has_rows if has_rows is not None else is_doubtful and count > 1
+        if indices.ndim < 2:
+            return True
+        (is_second,) = recorder.calls.has_rows(self.layer, [indices], count, 1)
+        time_first = indices.shape[1] == count if is_second is None else is_second
+        return not time_first and len(indices) > 1
 
     def _record_unit(self, args: Any, kwargs: Any) -> Any:
         """Whatever runs inside is part of the layer, even a module that is also used, and recorded, elsewhere."""
