@@ -103,6 +103,8 @@ class _Operation:
     def result(self) -> Any:
         if self.name == "requires_grad":
             return True
+        if self.name == "requires_grad_" and self.leaves[1:] in ([], [True]):  # it does
+            return self.leaves[0]
         if self.name in ("detach", "data") or not torch.is_grad_enabled():
             return self.call([_plain(leaf) for leaf in self.leaves])
         if self.name in _REPEATS:
