@@ -104,9 +104,10 @@ def test_equinox_diffusion():
         return jnp.mean((score + noise) ** 2)
 
     average, tx = params, optax.adabelief(0.02)
+    blend = jax.jit(lambda old, new: optax.incremental_update(new, old, 0.3))
     training = Training(loss, tx, data, quiet_plan(), clip_norm=1.0)
     for state in training.steps(training.init(params)):
-        average = optax.incremental_update(state.weights, average, 0.3)
+        average = blend(average, state.weights)
     assert training.finished
 
     @eqx.filter_jit
@@ -125,7 +126,6 @@ def test_equinox_diffusion():
 # --- a GAN ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
 def test_gan():
     """The discriminator sees private images; the generator learns from it alone, in the loop.
 

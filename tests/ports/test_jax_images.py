@@ -68,14 +68,14 @@ def test_linen_cnn(caplog):
         images, labels = batch
         return cross_entropy(state.apply_fn({"params": params}, images), labels).mean()
 
-    training = Training(loss, state.tx, train, quiet_plan(), clip_norm=1.0, keep_batch_dim=True)
+    training = Training(loss, state.tx, train, quiet_plan(steps=48), clip_norm=1.0, keep_batch_dim=True)
     with caplog.at_level(logging.INFO):
         for now in training.steps(training.init(state.params)):
-            if now.step % 8 == 0:
-                logging.info("epoch %d: accuracy %.2f", now.step // 8, accuracy(now.weights, *test))
+            if now.step % 16 == 0:
+                logging.info("epoch %d: accuracy %.2f", now.step // 16, accuracy(now.weights, *test))
     state = state.replace(params=now.weights, opt_state=now.optimizer, step=now.step)
     assert training.finished
-    assert state.step == 24
+    assert state.step == 48
     assert "epoch 3" in caplog.text
     assert learns(loss, params, state.params, train, keep_batch_dim=True)
     assert_first_sum_is_autograds(loss, params, train, keep_batch_dim=True)
@@ -168,7 +168,7 @@ class ResNet(nn.Module):
 
 
 def warm_up_and_cosine(steps):
-    return optax.warmup_cosine_decay_schedule(0.0, 0.1, warmup_steps=2, decay_steps=steps)
+    return optax.warmup_cosine_decay_schedule(0.0, 0.3, warmup_steps=2, decay_steps=steps)
 
 
 def decayed(params):
@@ -179,7 +179,7 @@ def decayed(params):
 @pytest.mark.long
 def test_resnet_with_group_norm():
     """Warm-up, a cosine, Nesterov momentum, smoothed labels, decay of kernels alone, sixteen updates in a program."""
-    train, plan = toy_images(), quiet_plan()
+    train, plan = toy_images(), quiet_plan(steps=48)
     model = ResNet()
     params = jax.jit(model.init)(jax.random.key(0), train[0][:1])["params"]
     tx = optax.chain(

@@ -49,6 +49,7 @@ class GPT(nnx.Module):
         return self.wte.attend(self.norm(x))
 
 
+@pytest.mark.long
 def test_nnx_gpt_with_dropout():
     """Windows of one long text are cut when they are asked for; tied weights; the model writes at the end."""
     text, length = np.tile(np.arange(10), 20).astype(np.uint16), 8
@@ -57,7 +58,7 @@ def test_nnx_gpt_with_dropout():
         rows = text[indices[:, None] * 3 + np.arange(length + 1)]
         return rows[:, :-1].astype(np.int32), rows[:, 1:].astype(np.int32)
 
-    model = GPT(letters=10, length=length, width=8, layers=1, rngs=nnx.Rngs(0))
+    model = nnx.jit(lambda: GPT(letters=10, length=length, width=8, layers=1, rngs=nnx.Rngs(0)))()
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
     def loss(params, example, key):
@@ -72,7 +73,8 @@ def test_nnx_gpt_with_dropout():
     assert training.finished
     nnx.update(model, state.weights)
     model.eval()
-    assert model(jnp.arange(4)[None]).shape == (1, 4, 10)
+    written = nnx.jit(lambda model, tokens: model(tokens)[-1].argmax())(model, jnp.arange(4))
+    assert 0 <= written < 10
     assert learns(loss, first, state.weights, windows)
     assert_first_sum_is_autograds(loss, first, windows)
 
@@ -235,7 +237,7 @@ def test_haiku_masked_language_model():
         logits = network.apply(params, dropping, jnp.where(hidden, 10, tokens), True)
         return (cross_entropy(logits, tokens) * hidden).sum() / hidden.sum()
 
-    training = Training(loss, optax.adam(0.03), data, quiet_plan(), clip_norm=1.0)
+    training = Training(loss, optax.adam(0.03), data, quiet_plan(steps=48), clip_norm=1.0)
     state = last(training.steps(training.init(params)))
     assert training.finished
     assert learns(loss, params, state.weights, data)

@@ -37,6 +37,10 @@ _POINTWISE = {
 _CAT = {"cat", "concat", "concatenate", "stack"}
 _REPEATS = {"expand", "expand_as", "repeat", "tile", "broadcast_to"}
 _DROPOUT = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout"}
+_NOT_ROWS = (
+    "meets tensors whose first dimension does not count the examples (if it is time, give them the examples first: "
+    "batch_first=True, or transpose)"
+)
 _RANDOM = ("bernoulli", "multinomial", "rrelu", "rand", "normal", "feature_alpha", "uniform", "exponential")
 
 
@@ -178,11 +182,13 @@ class _Operation:
             if isinstance(self.leaves[0], Shared) and self.name.endswith("_"):
                 raise self.node.fail(f"is changed in place by {self.name}")
             ndim = max(leaf.ndim for leaf in self.leaves if isinstance(leaf, Tensor))
+            self._check_rows(ndim, self.others)
             return self.call([_rows(leaf, ndim) for leaf in self.leaves])
         if self.name in _CAT:
             ndim = self.shared[0].ndim
             if self._dimension() == 0:
                 raise self.node.fail(f"is joined to examples by {self.name} along their own dimension")
+            self._check_rows(ndim, self.others)
             return self.call([_rows(leaf, ndim) for leaf in self.leaves])
         if self.name in ("matmul", "rmatmul", "bmm"):
             left, right = (self.leaves[1], self.leaves[0]) if self.name == "rmatmul" else self.leaves[:2]
@@ -205,9 +211,17 @@ class _Operation:
         left = left[:, None] if vector and not isinstance(left, Shared) else left
         right = right[:, None] if column else right
         ndim = max(left.ndim, right.ndim, 3)
+        self._check_rows(ndim, [left, right])
         product = torch.matmul(_rows(left, ndim), _rows(right, ndim))
         product = product[:, 0] if vector and not isinstance(self.leaves[0], Shared) else product
         return product[..., 0] if column else product
+
+    def _check_rows(self, ndim: int, given: Sequence[Any]) -> None:
+        """Fail unless examples take part in such an operation, and its first dimension counts them."""
+        count = self.node.recorder.count(owners())
+        lengths = {len(leaf) for leaf in given if of_examples(leaf) and leaf.ndim == ndim}
+        if lengths != {count}:
+            raise self.node.fail(_NOT_ROWS)
 
     def _dimension(self) -> int:
         """Along which tensors are joined."""
@@ -222,7 +236,7 @@ def derive(call: Callable[[list[Any]], Any], leaves: Sequence[Any]) -> Any:
     first = next(iter(nodes.values()))
     sources = tuple(dict.fromkeys(source for node in nodes.values() for source in node.sources))
     output, spec = pytree.tree_flatten(call([_plain(leaf) for leaf in leaves]))
-    constants = [None if n in nodes else leaf for n, leaf in enumerate(leaves)]
+    constants = [None if n in nodes else _finite(leaf) for n, leaf in enumerate(leaves)]
 
     def recipe(number: int) -> Recipe:
         def compute(given: dict[Source, Tensor]) -> Tensor:
@@ -238,6 +252,11 @@ def derive(call: Callable[[list[Any]], Any], leaves: Sequence[Any]) -> Any:
         for number, each in enumerate(output)
     ]
     return pytree.tree_unflatten(made, spec)
+
+
+def _finite(leaf: Any) -> Any:
+    """What is not finite in a row of one example would be so in the gradients of all: 0 * inf is NaN."""
+    return torch.nan_to_num(leaf) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
 def by_layer(layer: Layer, recorder: Recorder, args: Any, kwargs: Any) -> Any:
@@ -269,10 +288,7 @@ def _rows(leaf: Any, ndim: int) -> Any:
         node = node.once.node
     value = node.value.reshape(*[1] * (ndim - node.value.ndim), *node.value.shape)
     if ndim == 0 or (len(value) != 1 and len(value) != count):
-        raise node.fail(
-            "meets tensors whose first dimension does not count the examples (if it is time, give them the examples "
-            "first: batch_first=True, or transpose)"
-        )
+        raise node.fail(_NOT_ROWS)
     every = len(value) == 1
     return node.recorder.note_shared(
         node.sources[0].name,
@@ -303,7 +319,15 @@ def _described(node: Node, gradients: Tensor, every: bool) -> list[Described]:
             return pull(torch.zeros_like(output).index_copy(0, number[None], gradient[None]))
 
         found = vmap(one)(torch.arange(len(gradients), device=gradients.device), gradients)
+        if len(gradients) > 1 and _spreads(gradients, found):
+            raise node.fail("overflows for an example, in an operation")
     return [source.describe(each) for source, each in zip(node.sources, found, strict=True)]
+
+
+def _spreads(gradients: Tensor, found: Sequence[Tensor]) -> bool:
+    """Whether what is not finite for one example came to be so for all."""
+    finite = [each.isfinite().reshape(len(each), -1).all(1) for each in (gradients, *found)]
+    return bool(finite[0].any()) and not bool(torch.stack(finite[1:]).all(0).any())
 
 
 def _expanded(recipe: Recipe, rows: int) -> Recipe:
