@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ from jax import lax
 
 from bandmf import _check
 from bandmf.jax.clipping import Sums, added, clipped_gradient, together
-from bandmf.jax.noise.digest import WORDS, digest
+from bandmf.jax.noise.digest import WORDS, digest, words
 from bandmf.jax.noise.engine import Engine
 from bandmf.jax.noise.sharding import is_explicit
 from bandmf.jax.random_keys import as_words
@@ -32,6 +33,7 @@ from bandmf.randomness import chacha
 from bandmf.randomness.key import Key
 
 Array = jax.Array
+_SMALL = 2**18  # numbers of an array
 _THREEFRY = "threefry2x32"  # under jax.vmap, keys of another implementation draw for all rows at once
 
 
@@ -78,6 +80,7 @@ class Programs:
         self._places, self._is_cut = places, any(map(is_on_mesh, jax.tree.leaves(held)))
         self.clip = jax.jit(self._clip)
         self.advance = jax.jit(self._advance, donate_argnums=1, out_shardings=places)
+        self.digest_of_inputs = jax.jit(partial(_digest_of_inputs, is_cut=self._is_cut))
         self._chunks: dict[Any, tuple[Callable[..., Any], bytes]] = {}
 
     def _clip(
@@ -159,6 +162,15 @@ def _digest(total: Any, seeds: Array, is_cut: bool) -> Array:
     if is_cut:
         return digest(total, seeds)
     return digest(jnp.concatenate([leaf.reshape(-1) for leaf in jax.tree.leaves(total)]), seeds)
+
+
+def _digest_of_inputs(inputs: Any, seeds: Array, is_cut: bool) -> Array:
+    """Of all that decides steps: small arrays as one vector, as above; large ones are not copied."""
+    if is_cut:
+        return digest(inputs, seeds)
+    leaves = jax.tree.leaves(inputs)
+    small = [words(leaf).reshape(-1) for leaf in leaves if leaf.size <= _SMALL]
+    return digest([jnp.concatenate(small), *(leaf for leaf in leaves if leaf.size > _SMALL)], seeds)
 
 
 def _typed(after: Any, before: Any) -> Any:

@@ -23,7 +23,6 @@ from jax.sharding import Mesh, NamedSharding
 
 from bandmf import _check
 from bandmf._interrupts import Termination, uninterrupted
-from bandmf.jax.noise.digest import digest
 from bandmf.jax.noise.engine import Engine
 from bandmf.jax.training.arguments import checked_optimizer, checked_saving, takes_key
 from bandmf.jax.training.checkpoint import Checkpoints
@@ -157,7 +156,6 @@ class Training:
         self._programs = Programs(
             self._loss, self._optimizer, self._engine, self.plan, self._clip_norm, parts, held
         )
-        self._digest = jax.jit(digest)
         state = self._handed_out(held, int(held.noise.step))
         self._progress.taken = state.step
         if state.step:
@@ -238,7 +236,7 @@ class Training:
         program, identity = self._programs.chunk(*given)
         noise = held.noise  # what was prepared is computed again after a restart
         decides = held.trained, held.optimizer, noise.step, noise.history, self._frozen, rows
-        inputs = np.asarray(self._digest(decides, secrets.seeds)).tobytes() + identity
+        inputs = np.asarray(self._programs.digest_of_inputs(decides, secrets.seeds)).tobytes() + identity
         inputs += b"".join(len(batch).to_bytes(8, "little") + batch for batch in batches)
         self._same_everywhere("inputs of the steps", inputs, _TOGETHER)
         with uninterrupted():
@@ -259,7 +257,10 @@ class Training:
             )
         seen = digests(words)
         self._same_everywhere("digest of the sum", seen, _TOGETHER)
-        return seen
+        assert self._held is not None
+        return [
+            each + self._held.noise.provenance.dumps().encode() for each in seen
+        ]  # names decide the noise, too
 
     def _check_current(self, state: State) -> None:
         """Fail where the state is not the last one, as it was handed out, or the weights are not."""
@@ -325,7 +326,8 @@ class Training:
     def spent(self) -> float:
         """The epsilon of all steps that the run has released, in this process or before, at the plan's delta.
 
-        A run that goes on from a copy (`moved="copied"`) adds what its ancestors had released when they were copied.
+        A run that goes on from a copy (`moved="copied"`) adds what its ancestors had released when they were copied:
+        epsilons and deltas add, so with n ancestors it holds at n + 1 times the plan's delta.
         """
         return self._opened.spent(self.plan, self._on_ledger(lambda ledger: ledger.steps_spent))
 
