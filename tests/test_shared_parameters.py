@@ -268,3 +268,47 @@ def test_a_planted_error_is_caught(monkeypatch):
     x = torch.randn(B, T, D)
     with pytest.raises(AssertionError):
         assert_clipped_as_single_examples(Model(cls_token, **own()), losses, x, x.split(1))
+
+
+# --- examples that are not finite, and examples elsewhere ----------------------------------------------------
+
+
+class OfCounts(nn.Module):
+    """Features without a graph, such as those of a frozen network, meet a parameter."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.scale, self.head, self.use = parameter(D), nn.Linear(D, 3), use
+
+    def forward(self, counts):
+        with torch.no_grad():
+            features = self.use(counts)
+        return self.head(features * self.scale)
+
+
+@pytest.mark.parametrize("use", [torch.log, torch.reciprocal, lambda counts: counts / counts])
+def test_features_that_are_not_finite_do_nothing_to_others(use):
+    torch.manual_seed(0)
+    model, counts, labels = OfCounts(use), torch.randint(1, 9, (8, D)).float(), torch.randint(0, 3, (8,))
+    counts[-1, 2] = 0
+
+    def of(model, batch):
+        return functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    others = added(model, of, [counts[:7], labels[:7]], 7)
+    beside = added(model, of, [counts, labels], 8)
+    assert float(others.norm()) > 0.1
+    assert float((beside - others).norm()) <= 1.0 + 1e-4
+
+
+def heads_first(m, x):
+    """Heads, then examples: torch would spread the parameter over the heads."""
+    return m.last((m.first(x)[None] * m.heads).tanh())[0]
+
+
+def test_a_parameter_that_meets_examples_in_another_dimension_is_refused():
+    model = Model(heads_first, heads=parameter(1, 1, D))
+    with pytest.raises(
+        RuntimeError, match="'heads' meets tensors whose first dimension does not count the examples"
+    ):
+        added(model, losses, torch.randn(B, D), B)

@@ -152,6 +152,23 @@ def test_an_empty_batch_still_takes_the_noisy_step():
     )
 
 
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16])
+def test_sums_and_noise_are_float32_whatever_the_default_is(default):
+    """Digits of a float64 sum would show through noise that has none so small."""
+    plan = simple_plan(batch_size=8, steps=4)
+    expected = train(
+        private_run(plan, model=small_model(torch.float32), data=small_data(dtype=torch.float32))
+    )
+    model, data = small_model(torch.float32), small_data(dtype=torch.float32)
+    torch.set_default_dtype(default)
+    try:
+        found = train(private_run(plan, model=model, data=data))
+        assert {flat.dtype for flat in found._stepper.sums.flats} == {torch.float32}
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(weights(found.model), weights(expected.model), rtol=0, atol=ROUNDING)
+
+
 @pytest.mark.parametrize("micro_batch", [1, 3, 7])
 def test_results_do_not_depend_on_the_micro_batch(micro_batch):
     plan = simple_plan(batch_size=8, steps=12)

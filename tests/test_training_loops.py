@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -104,6 +107,42 @@ def test_two_runs_side_by_side_draw_what_each_draws_alone(go):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+IN_THE_MIDDLE = "in the middle of a step or a checkpoint: call it from one thread, and not from `losses`"
+
+
+@pytest.mark.parametrize("call", ["advance", "close"])
+def test_losses_that_call_the_run_are_refused(call, expected):
+    def meddling(model, batch):
+        if meddling.on:
+            getattr(training, call)()
+        return losses(model, batch)
+
+    meddling.on, training = True, open_run(losses=meddling)
+    with pytest.raises(RuntimeError, match=IN_THE_MIDDLE):
+        training.advance()
+    meddling.on, training._progress.closed = False, False
+    assert torch.equal(weights(train(training).model), expected)
+
+
+@pytest.mark.parametrize("call", ["advance", "save"])
+def test_a_second_thread_takes_no_part_in_a_step(call, expected, tmp_path):
+    inside, go_on = threading.Event(), threading.Event()
+
+    def slow(model, batch):
+        inside.set()
+        assert go_on.wait(30)
+        return losses(model, batch)
+
+    training = open_run(losses=slow, folder=tmp_path)
+    with ThreadPoolExecutor(1) as pool:
+        whole = pool.submit(train, training)
+        assert inside.wait(30)
+        with pytest.raises(RuntimeError, match=IN_THE_MIDDLE):
+            getattr(training, call)()
+        go_on.set()
+        assert torch.equal(weights(whole.result().model), expected)
+
+
 def test_a_step_leaves_modes_and_requires_grad_as_the_loop_has_them():
     training = open_run()
     for step in training:
@@ -184,6 +223,29 @@ def test_several_optimizers_share_a_model(expected):
     several = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[:2], model[2:])]
     schedules = [lr_scheduler.ConstantLR(each, 1.0) for each in several]
     assert torch.equal(weights_of(model=model, optimizer=several, scheduler=schedules), expected)
+
+
+@pytest.mark.parametrize("when", ["frozen at the start", "added in the loop"])
+def test_parameters_that_are_not_the_models_get_no_update(when):
+    """Not even where `losses` gives them a gradient, which has no noise."""
+    foreign, model = nn.Parameter(torch.ones(3)), small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if when == "frozen at the start":
+        foreign.requires_grad_(False)
+        optimizer.add_param_group({"params": [foreign]})
+
+    def with_one_of_its_own(model, batch):
+        if foreign.requires_grad:
+            (foreign.sum() * batch[0].sum()).backward()
+        return losses(model, batch)
+
+    training = open_run(model, optimizer, losses=with_one_of_its_own)
+    for step in training:
+        if step == 1:
+            foreign.requires_grad_(True)
+            if when == "added in the loop":
+                optimizer.add_param_group({"params": [foreign]})
+    assert torch.equal(foreign, torch.ones(3))
 
 
 def test_what_no_optimizer_holds_stays_as_it_is_though_it_is_unfrozen_in_the_body():
@@ -486,6 +548,36 @@ def test_weights_that_are_not_finite_any_more_are_warned_of(caplog):
 def test_dropout_in_eval_mode_is_noted(caplog):
     open_run(small_model(dropout=0.5).eval())
     assert "is in eval mode, so it is trained without dropout" in caplog.text
+
+
+def test_what_verify_could_not_compare_is_said(caplog):
+    def shaken(model, batch):
+        return losses(model, batch) * (1 + np.random.rand() * len(batch[0]) ** 0.5)
+
+    training = open_run(losses=shaken, verify=True)
+    assert "was not compared alone and in company" in caplog.text
+    assert "do not depend on each other, but\n  losses was not compared" in training.explain()
+    assert "Verified on a few examples: that examples do not depend on each other.\n" in (
+        open_run(verify=True).explain()
+    )
+
+
+def test_losses_that_fail_on_one_example_are_never_given_one_alone():
+    """A forgotten dimension of squeeze() ends no run in the middle."""
+
+    def squeezed(model, batch):
+        x, y = batch
+        assert y.squeeze().ndim == 1
+        return functional.mse_loss(model(x)[:, :1].squeeze(), y.squeeze().float(), reduction="none")
+
+    plan = simple_plan(steps=40, examples=60, batch_size=2, bands=2)  # many batches of one, and of none
+    whole, cut = (train(open_run(plan=plan, losses=squeezed, micro_batch=size)) for size in (None, 2))
+    torch.testing.assert_close(weights(whole.model), weights(cut.model), rtol=0, atol=1e-5)
+
+
+def test_a_run_that_is_finished_keeps_no_workers():
+    training = train(open_run(workers=1))
+    assert training._batches._loaded is None
 
 
 def test_a_run_shows_where_it_is(tmp_path):

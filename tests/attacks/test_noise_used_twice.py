@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from releases import PLAN, Watch, cancels, open_run, other_data, stepper
+from torch import nn
 
 from bandmf import Key
 from training import same_run, simple_plan, weights
@@ -213,3 +214,23 @@ def test_only_the_owner_can_read_a_run(tmp_path):
     begun(folder)
     for path in [folder, *folder.rglob("*")]:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+class Renamed(nn.Module):
+    """The same numbers in the same order, by names in another order, which decide the noise."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.z, self.a = model.weight, model.bias
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.z, self.a)
+
+
+def test_a_model_of_other_names_does_not_repeat_a_step_with_other_noise(tmp_path, caplog):
+    begun(tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints")
+    torch.manual_seed(3)
+    two = Watch(open_run(tmp_path, model=Renamed(nn.Linear(8, 3)))).train(7)
+    assert "steps 1 to 6 were released before the restart and cannot be repeated" in caplog.text
+    assert len(two.released) == 1

@@ -141,8 +141,8 @@ class Call:
             output, wanted = self._output(parameters, alone, back.number), gradient.unsqueeze(batch)
             if output.shape != wanted.shape:  # it would be repeated to fit
                 raise self._refusal(
-                    f"gives {tuple(output.shape)} for one example, not {tuple(wanted.shape)}: it has something of the "
-                    f"whole batch; {_REMEDY}"
+                    f"gives another shape for one example than for its row in a batch: it has something of the whole "
+                    f"batch; {_REMEDY}"
                 )
             return (output * wanted).sum()
 

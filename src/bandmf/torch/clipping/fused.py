@@ -254,7 +254,7 @@ def gram_numbers(groups: Sequence[Sequence[Pair]]) -> Tensor:
         examples, length, p = group[0][0].shape
         q, dtype = group[0][1].shape[2], group[0][0].dtype
         tiles, programs = triton.cdiv(length, TILE), len(group) * examples
-        results = torch.zeros(programs, tiles * tiles, 6, device=table.device)
+        results = torch.zeros(programs, tiles * tiles, 6, dtype=torch.float32, device=table.device)
         held = table.held[first : first + len(group)]
         gram_kernel[(programs, tiles * tiles)](
             table.rows[first:], live.view(torch.int8), results, examples, length, p, q,
@@ -277,13 +277,13 @@ def totals(
     """(layers, examples, features), in float32."""
     some, device = gradients[0], gradients[0].device
     examples, length, features = some.shape
-    results = torch.empty(len(gradients), examples, features, device=device)
+    results = torch.empty(len(gradients), examples, features, dtype=torch.float32, device=device)
     rows = results
     kept = held = _addresses(gradients)
     given: Any = some.dtype
     if inputs is not None:
         held, given = _addresses(inputs), inputs[0].dtype
-        rows = torch.empty(len(inputs), examples * length, 2, device=device)
+        rows = torch.empty(len(inputs), examples * length, 2, dtype=torch.float32, device=device)
         width = triton.next_power_of_2(features)
         row_kernel[(len(inputs) * examples * length,)](
             held[0], rows, examples * length, features, epsilon, _TYPES[given], width, centered

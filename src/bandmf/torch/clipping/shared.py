@@ -256,7 +256,10 @@ def derive(call: Callable[[list[Any]], Any], leaves: Sequence[Any]) -> Any:
 
 def _finite(leaf: Any) -> Any:
     """What is not finite in a row of one example would be so in the gradients of all: 0 * inf is NaN."""
-    return torch.nan_to_num(leaf) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+    if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+        return leaf
+    large = torch.finfo(leaf.dtype).max ** 0.75  # sums and products with weights stay finite, masks are masks
+    return torch.nan_to_num(leaf, nan=0.0, posinf=large, neginf=-large)
 
 
 def by_layer(layer: Layer, recorder: Recorder, args: Any, kwargs: Any) -> Any:

@@ -38,7 +38,7 @@ def losses_of(model: Any, label_smoothing: float = 0.0) -> ExampleLosses:
     raise _check.fail(
         "model", type(model).__name__, "has no head whose loss is known for single examples",
         "give compute_loss_func=, a function of (outputs, labels, num_items_in_batch) that returns one loss for each "
-        "example; for labels of another name, override compute_loss and return that",
+        "example; for labels of another name, override losses(self, model, inputs)",
     )  # fmt: skip
 
 

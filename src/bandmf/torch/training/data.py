@@ -1,7 +1,7 @@
 """The batches of a plan's sampler, cut into micro-batches, shared among ranks, and loaded.
 
 Guarantees: every rank has the same number of micro-batches in a step, at least one, so that none waits for another; an
-empty share is filled with one example that counts nothing; together the shares are the batch.
+empty share is filled with an example that counts nothing; together the shares are the batch.
 """
 
 from __future__ import annotations
@@ -173,7 +173,10 @@ class Batches:
         count = max(1, -(-largest // size))
         for number in range(count):
             own = share[number * size : (number + 1) * size]
-            yield MicroBatch(step, number, tuple(own or [0]), len(own), number == count - 1)
+            indices = tuple(own or [0])
+            if len(indices) == 1 and self._size != 1:
+                indices *= 2  # many programs fail on a batch of one, by squeeze() and the like
+            yield MicroBatch(step, number, indices, len(own), number == count - 1)
 
     def _ahead(self, step: int) -> Iterator[MicroBatch]:
         for later in range(step, self._plan.steps):

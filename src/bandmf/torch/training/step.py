@@ -115,6 +115,7 @@ class Stepper:
                 f"step={step}: a sum of gradients is not finite; nothing was released: look for an overflow in the loss"
             )
         batch, total = self.sampler.batch(step).tobytes(), b"".join(digest for _, digest in found)
+        total += self.noise.provenance.dumps().encode()  # names and shapes decide the noise, too
         self.ranks.on_first(lambda: self.recorded.release(step, batch, total))
         self.steps_released = max(self.steps_released, step + 1)
 

@@ -46,7 +46,8 @@ class Sums:
         self.flats: list[Tensor] = []
         self.views: dict[str, Tensor] = {}
         for device, shapes in self._shapes.items():
-            flat = torch.empty(sum(shape.numel() for shape in shapes.values()), device=device)
+            size = sum(shape.numel() for shape in shapes.values())
+            flat = torch.empty(size, dtype=torch.float32, device=device)  # whatever the default is
             pieces = flat.split([shape.numel() for shape in shapes.values()])
             self.views |= {n: piece.view(shapes[n]) for n, piece in zip(shapes, pieces, strict=True)}
             self.flats.append(flat)

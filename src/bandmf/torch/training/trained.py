@@ -66,6 +66,8 @@ class Trained:
 
     def update(self, means: Mapping[str, Tensor], step: int) -> None:
         """Let the optimizers take one step with these private gradients, then the schedules."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()  # what else it holds has no noise
         for name, parameter in self.parameters.items():
             parameter.grad = _like(parameter, means[name])
         for schedule in self.schedules:

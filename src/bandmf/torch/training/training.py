@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from torch import nn
@@ -20,6 +22,7 @@ from bandmf.randomness.key import Key
 from bandmf.sampling import sampler_of
 from bandmf.torch.clipping import checked_mode, make_clipping
 from bandmf.torch.clipping.check import check
+from bandmf.torch.clipping.check.report import Report
 from bandmf.torch.training.arguments import (
     check_allocated,
     check_memory,
@@ -138,7 +141,7 @@ class Training:
             check(model, clipping=clipping).refuse()
             check_memory(plan, trained, ranks)
             self._clipping = make_clipping(clipping, model, trained.parameters, clip_norm, per_layer)
-            self._verified = verify and _verified(model, losses, examples, clipping, micro_batch)
+            self._verified = _verified(model, losses, examples, clipping, micro_batch) if verify else None
         self._opened = Opened(self.folder, key, moved, ranks)
         sampler = sampler_of(plan, self._opened.run_key, examples.count())
         ranks.start_equal(model)
@@ -148,7 +151,7 @@ class Training:
         check_allocated(plan, stepper)
         self._trained, self._stepper = trained, stepper
         self._batches = Batches(examples, plan, sampler, ranks, stepper.generators, micro_batch)
-        self._progress = _Progress(plan.steps)
+        self._progress, self._busy = _Progress(plan.steps), Lock()
         self._repeatable = Repeatable(self.folder is not None and trained.device.type == "cuda")
         begun = provenance(plan, self._opened.run_key, sampler, clip_norm=clip_norm, per_layer=per_layer)
         self._begin(begun)
@@ -182,13 +185,17 @@ class Training:
             while not self.finished:
                 yield self.advance()
                 if any(self._stepper.ranks.gather(termination.asked)):
-                    self._save_now()
+                    self._save_alone()
                     termination.asked = True
                     return
-        self._save_now()
+        self._save_alone()
 
     def advance(self) -> int:
         """One update, for loops that others own; returns the step."""
+        with self._alone():
+            return self._advance()
+
+    def _advance(self) -> int:
         self._check_usable()
         if self.finished:
             raise RuntimeError(
@@ -207,6 +214,8 @@ class Training:
         self._progress.taken = self.steps_taken
         if self.steps_taken % _FINITE_EVERY == 0 or self.finished:
             self._warn_of_weights()
+        if self.finished:
+            self._batches.forget()  # workers that nobody ends are waited for when Python ends
         return self.steps_taken
 
     def _go_past_released(self) -> int:
@@ -219,7 +228,19 @@ class Training:
         self._batches.forget()
         self._stepper.lose_released()
         self._progress.taken = self.steps_taken
-        return self.steps_taken if self.finished else self.advance()
+        return self.steps_taken if self.finished else self._advance()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One call at a time: a second one in the middle of a step would add to its sums, or seal its noise."""
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError(
+                "this run is in the middle of a step or a checkpoint: call it from one thread, and not from `losses`"
+            )
+        try:
+            yield
+        finally:
+            self._busy.release()
 
     def _check_usable(self) -> None:
         """Fail where the weights are not those of the steps that were released."""
@@ -260,7 +281,8 @@ class Training:
     def spent(self) -> float:
         """The epsilon of all steps that the run has released, in this process or before, at the plan's delta.
 
-        A run that goes on from a copy (`moved="copied"`) adds what its ancestors had released when they were copied.
+        A run that goes on from a copy (`moved="copied"`) adds what its ancestors had released when they were copied:
+        epsilons and deltas add, so with n ancestors it holds at n + 1 times the plan's delta.
         """
         return self._opened.spent(self.plan, self._stepper.steps_released)
 
@@ -274,8 +296,10 @@ class Training:
     def explain(self) -> str:
         """How this run clips, whether its examples were verified, and the plan."""
         what = "that examples do not depend on each other"
-        looked = f"Verified on a few examples: {what}" if self._verified else f"Not verified: {what}"
-        return f"Clipping: {self._clipping.explain()}.\n{looked}.\n{self.plan.explain()}"
+        notes = [] if self._verified is None else [str(note) for note in self._verified.notes]
+        looked = "Not verified" if self._verified is None else "Verified on a few examples"
+        looked = "\n  ".join([f"{looked}: {what}{', but' if notes else '.'}", *notes])
+        return f"Clipping: {self._clipping.explain()}.\n{looked}\n{self.plan.explain()}"
 
     def __repr__(self) -> str:
         plan, folder = self.plan, None if self.folder is None else str(self.folder)
@@ -288,6 +312,10 @@ class Training:
 
     def save(self) -> Path:
         """Write a checkpoint into the folder now, all of it or nothing."""
+        with self._alone():
+            return self._save()
+
+    def _save(self) -> Path:
         if self._saved is None:
             raise _check.fail("folder", None, "there is nowhere to save", "give Training a folder")
         self._check_usable()
@@ -297,7 +325,11 @@ class Training:
 
     def _save_now(self) -> None:
         if self._saved is not None and self._saved_at != self.steps_taken:
-            self.save()
+            self._save()
+
+    def _save_alone(self) -> None:
+        with self._alone():
+            self._save_now()
 
     def close(self) -> None:
         """Save what was not saved, and let another process have the run; says so if the plan has not ended."""
@@ -305,7 +337,7 @@ class Training:
             return
         try:
             if self._stepper.lost is None:
-                self._save_now()
+                self._save_alone()
         finally:
             self._progress.end()
             self._let_go()
@@ -328,16 +360,19 @@ class Training:
 
 def _verified(
     model: nn.Module, losses: Losses, examples: Examples, clipping: str, micro_batch: int | None
-) -> bool:
-    """Refuse what verify finds; whether there was anything to compare."""
+) -> Report | None:
+    """Refuse what verify finds; what it could not compare."""
     some = examples.some()
     if len(some) < 2:
-        return False
+        return None
     if micro_batch == 1 and not examples.fit_together(some):
         log.warning("not verified: the examples that were tried cannot be in one batch, and never are")
-        return False
-    verify_examples(model, losses, some, collate=examples.collate, clipping=clipping).refuse()
-    return True
+        return None
+    found = verify_examples(model, losses, some, collate=examples.collate, clipping=clipping)
+    found.refuse()
+    for note in found.notes:
+        log.warning("verify: %s", note)
+    return found
 
 
 @dataclass

@@ -114,7 +114,9 @@ def _sums(passes: Passes, clipping: str, found: Compared) -> Compared:
     """
     members = sorted(found.alone)
     for valid in sorted({1, len(members)}):
-        sums = {n: torch.zeros(p.shape, device=p.device) for n, p in passes.trained.items()}
+        sums = {
+            n: torch.zeros(p.shape, dtype=torch.float32, device=p.device) for n, p in passes.trained.items()
+        }
         try:
             draws = _clipped(passes, clipping, found, members, sums, valid)
         except (RuntimeError, ValueError, TypeError) as error:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bandmf.torch.clipping.containers import each_tensor
+from bandmf.torch.clipping.passes import eagerly
 from bandmf.torch.clipping.protocol import Losses, checked_losses
 from bandmf.torch.clipping.rows import Owners, owners
 from bandmf.torch.training.data import Collate, to_device
@@ -119,7 +121,7 @@ class Passes:
     def _ready(self) -> Iterator[None]:
         self._start.put_back()
         self._start.seed()
-        with sdpa_kernel(SDPBackend.MATH), torch.compiler.set_stance("force_eager"):
+        with sdpa_kernel(SDPBackend.MATH), eagerly():
             yield
 
     def _batch(self, members: Sequence[int]) -> Any:
@@ -145,9 +147,9 @@ class Passes:
             stack.enter_context(self._ready())
             stack.enter_context(draws)
             batch = self._batch(members)
-            _each_tensor(batch, found.batch.append)
+            each_tensor(batch, found.batch.append)
             if inputs:
-                batch = _each_tensor(batch, lambda tensor: _tracked(tensor, found))
+                batch = each_tensor(batch, lambda tensor: _tracked(tensor, found))
             if tracked:
                 stack.enter_context(_watched(self.model, found, inputs))
             losses = self._losses(self.model, batch)
@@ -184,7 +186,7 @@ def _watched(model: nn.Module, found: Pass, inputs: bool) -> Iterator[None]:
             is_number = isinstance(output, Tensor) and output.is_floating_point()
             if inputs and is_number and torch.is_grad_enabled() and not output.requires_grad:  # it is frozen
                 output = output.detach().clone().requires_grad_().clone()
-            _each_tensor(output, lambda tensor: _note(found, name, tensor))
+            each_tensor(output, lambda tensor: _note(found, name, tensor))
             return output
 
         return note
@@ -199,22 +201,3 @@ def _watched(model: nn.Module, found: Pass, inputs: bool) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _each_tensor(value: Any, change: Callable[[Tensor], Tensor | None]) -> Any:
-    """A batch whose tensors are changed, unless `change` gives None; containers are copied, all else is as it was."""
-    if isinstance(value, Tensor):
-        given = change(value)
-        return value if given is None else given
-    if isinstance(value, Mapping):
-        changed = copy.copy(value)
-        for name, each in value.items():
-            changed[name] = _each_tensor(each, change)  # type: ignore[index]
-        return changed
-    if isinstance(value, list | tuple):
-        several = [_each_tensor(each, change) for each in value]
-        return type(value)(*several) if hasattr(value, "_fields") else type(value)(several)
-    if is_dataclass(value) and not isinstance(value, type):
-        held = {f.name: _each_tensor(getattr(value, f.name), change) for f in fields(value) if f.init}
-        return replace(value, **held)
-    return value

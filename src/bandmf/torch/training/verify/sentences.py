@@ -197,4 +197,8 @@ def nothing_to_compare() -> Finding:
 
 
 def not_alone(error: Exception) -> Finding:
-    return Finding("losses", f"fails on a single example ({error}), which a batch may have")
+    return Finding(
+        "losses",
+        f"fails on a batch of one example ({error}); Training fills such a batch up, unless micro_batch=1",
+        "write squeeze(1), not squeeze()",
+    )

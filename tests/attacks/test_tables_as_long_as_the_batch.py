@@ -1,0 +1,141 @@
+"""What all examples share is as long as the batch by chance: it must not be taken for rows of the examples.
+
+`verify` cannot see it, as its batches have other sizes; each test compares with single examples, or takes one away.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from bandmf.torch.clipping import calls, make_clipping
+from one_at_a_time import empty_sums, flat, trained
+
+CLIP, LENGTH = 0.1, 16
+
+
+def clipping_of(model):
+    return make_clipping("auto", model, trained(model), CLIP, False)
+
+
+def clipped_sum(model, losses, batch, examples, clipping):
+    torch.manual_seed(1)
+    sums = empty_sums(trained(model))
+    assert not int(clipping.add_to(sums, losses, batch, examples, examples))
+    return flat(sums)
+
+
+class Reader(nn.Module):
+    """Positions as nanoGPT has them, which alone are trained, and lengths that are no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.positions, self.out = nn.Embedding(50, 8), nn.Embedding(LENGTH, 8), nn.Linear(8, 1)
+        for module in (self.words, self.out):
+            module.requires_grad_(False)
+
+    def forward(self, words, lengths):
+        there = torch.arange(LENGTH) < torch.tensor(lengths)[:, None]
+        hidden = self.words(words) * 0.1 * there[..., None] + self.positions(torch.arange(LENGTH))
+        return (self.out(hidden.tanh())[..., 0] * there).sum(1)
+
+
+def positions(count):
+    words = torch.full((LENGTH + 2, LENGTH), 7)
+    model, lengths = Reader(), [LENGTH] * (LENGTH + 2)
+    losses = lambda model, batch: 100 * model(**batch)  # noqa: E731
+    return model, losses, lambda kept: {"words": words[kept], "lengths": [lengths[n] for n in kept]}
+
+
+def positions_in_a_strange_batch(count):
+    model, losses, batch_of = positions(count)
+    return model, losses, lambda kept: Strange(batch_of(kept))
+
+
+class Strange:
+    def __init__(self, batch):
+        self.batch = batch
+
+    def keys(self):
+        return self.batch.keys()
+
+    def __getitem__(self, name):
+        return self.batch[name]
+
+
+class Prototypes(nn.Module):
+    """One table, called with what an example is, and with all classes."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.out = nn.Embedding(LENGTH, 4), nn.Linear(4, 4)
+
+    def forward(self, ids):
+        return self.out(self.table(ids).detach()) @ self.table(torch.arange(LENGTH)).T
+
+
+def prototypes(count):
+    ids, labels = torch.full((LENGTH + 8,), 3), torch.full((LENGTH + 8,), 5)
+    losses = lambda model, batch: functional.cross_entropy(20 * model(batch[0]), batch[1], reduction="none")  # noqa: E731
+    return Prototypes(), losses, lambda kept: [ids[kept], labels[kept]]
+
+
+class Noisy(nn.Module):
+    """A layer without a rule that draws, so that nothing can be checked by adding up."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x, table):
+        hidden = x + self.weight * table
+        return hidden + 0.1 * torch.randn_like(hidden)
+
+
+class Tabled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.noisy = Noisy()
+        self.register_buffer("table", torch.randn(LENGTH, 4))
+
+    def forward(self, x):
+        return self.noisy(x, self.table).sum((1, 2))
+
+
+def tables(count):
+    x = torch.zeros(LENGTH + 4, LENGTH, 4)
+    return Tabled(), lambda model, batch: 100 * model(batch[0]), lambda kept: [x[kept]]
+
+
+PROGRAMS = [positions, positions_in_a_strange_batch, prototypes, tables]
+
+
+@pytest.mark.parametrize("before", [None, 7])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_one_example_less_changes_the_sum_by_its_own_gradient(program, before):
+    """Also after a batch of another size, from which much is known."""
+    assert moved_by_one_example(program, before) <= CLIP * (1 + 1e-4)
+
+
+def moved_by_one_example(program, before):
+    torch.manual_seed(0)
+    model, losses, batch_of = program(LENGTH)
+
+    def of(examples):
+        clipping = clipping_of(model)
+        if before is not None:
+            clipped_sum(model, losses, batch_of(list(range(before))), before, clipping)
+        return clipped_sum(model, losses, batch_of(list(range(examples))), examples, clipping)
+
+    return float((of(LENGTH) - of(LENGTH - 1)).norm())
+
+
+def test_a_guess_by_lengths_would_be_seen(monkeypatch):
+    """What these tests look for is there if lengths decide."""
+    monkeypatch.setattr(calls.Calls, "has_rows", lambda self, layer, tensors, count, dimension: [
+        len(tensor) == count for tensor in tensors
+    ])  # fmt: skip
+    assert moved_by_one_example(positions, None) > 1.5 * CLIP
+    assert moved_by_one_example(prototypes, None) > 1.5 * CLIP
