@@ -422,3 +422,11 @@ def test_learning_rates_that_an_optimizer_keeps_stay_of_one_type():
         tiny.weights_of(optimizer=adam), tiny.weights_of(optimizer=optax.adam(0.1)), atol=1e-5
     )
     tiny.weights_of(optimizer=adam, at_once=4)
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_an_optimizer_that_cannot_be_traced_spends_nothing(at_once):
+    training = tiny.training(optimizer=optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()))
+    with pytest.raises(TypeError):
+        tiny.trained(training, at_once=at_once)
+    assert training.spent() == 0

@@ -48,7 +48,7 @@ class Termination:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_: object, signal: Any = signal, os: Any = os) -> None:  # also when Python ends
         if not self._listens:
             return
         self._listens = False

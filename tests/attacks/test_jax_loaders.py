@@ -13,6 +13,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 import jax_training as tiny
+from bandmf import Key
 from bandmf.jax.training import loaders
 from bandmf.jax.training.loaders import Loader, checks
 
@@ -51,6 +52,54 @@ def test_a_function_that_changes_its_indices_in_place_gives_the_same_rows_in_eve
     training._let_go()
     found = tiny.weights_of(data=load, folder=tmp_path / "run", save_every=3, at_once=at_once)
     np.testing.assert_allclose(found, tiny.weights_of(), rtol=0, atol=1e-6)
+
+
+def test_what_a_function_draws_is_secret_and_repeated_by_a_restart(tmp_path):
+    """With a public seed, one example less would change what all others are given."""
+    x, y = tiny.data()
+    drawn = []
+
+    def load(indices):
+        moved = np.random.normal(size=(len(indices), 5)).astype(np.float32)
+        drawn.append(moved)
+        return x[indices] + moved, y[indices]
+
+    def draws(seed, until, **more):
+        np.random.seed(seed)
+        drawn.clear()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run = tiny.training(data=load, **more)
+            weights = tiny.trained(run, until=until)
+            run._let_go()
+        after = np.random.random()
+        np.random.seed(seed)
+        assert after == np.random.random()  # the user's own numbers are not touched
+        return [moved.tobytes() for moved in drawn], tiny.flat(weights.weights)
+
+    one, whole = draws(0, tiny.STEPS)
+    other, _ = draws(1, tiny.STEPS)
+    assert one[-1] == other[-1]  # of run and step, not of the user's seed
+    assert one[-1] != draws(0, tiny.STEPS, key=Key())[0][-1]
+    draws(0, 5, folder=tmp_path, save_every=3)
+    _, again = draws(7, tiny.STEPS, folder=tmp_path, save_every=3)
+    np.testing.assert_array_equal(whole, again)
+
+
+def test_a_function_never_sees_how_many_examples_a_batch_has():
+    """It may be compiled for that number, which a log of compilations shows."""
+    x, y = tiny.data()
+    lengths = []
+
+    def load(indices):
+        lengths.append(len(indices))
+        return x[indices], y[indices]
+
+    run = tiny.training(data=load)
+    tiny.trained(run)
+    sizes = {len(run._sampler.batch(step)) for step in range(tiny.STEPS)}
+    assert len(sizes) > 3
+    assert all(length % (run._source.size // 2) == 0 for length in lengths)
 
 
 # --- rows that vary ---------------------------------------------------------------------------------------------

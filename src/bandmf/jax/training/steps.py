@@ -9,6 +9,7 @@ Guarantees:
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -77,18 +78,25 @@ class Programs:
         self._loss, self._optimizer, self._engine, self._parts = loss, optimizer, engine, parts
         self._clip_norm, self._scale = clip_norm, np.float32(plan.deviation(clip_norm))
         self._batch_size, places = np.float32(plan.batch_size), places_of(held)
-        self._places, self._is_cut = places, any(map(is_on_mesh, jax.tree.leaves(held)))
+        self._places, self.is_cut = places, any(map(is_on_mesh, jax.tree.leaves(held)))
         self.clip = jax.jit(self._clip)
         self.advance = jax.jit(self._advance, donate_argnums=1, out_shardings=places)
-        self.digest_of_inputs = jax.jit(partial(_digest_of_inputs, is_cut=self._is_cut))
+        self.digest_of_inputs = jax.jit(partial(_digest_of_inputs, is_cut=self.is_cut))
         self._chunks: dict[Any, tuple[Callable[..., Any], bytes]] = {}
+        self._is_checked = False
+
+    def check_advance(self, total: Any, held: Held, noise_key: Array) -> None:
+        """An optimizer that JAX cannot trace fails here, before anything is released."""
+        if not self._is_checked:
+            self.advance.trace(total, held, noise_key)
+            self._is_checked = True
 
     def _clip(
         self, trained: Any, frozen: list[Any], rows: Rows, step: Array, secrets: Secrets
     ) -> tuple[Any, Array]:
         """The sum of a batch, and its words for the host."""
         total = self._summed(trained, frozen, jax.tree.map(lambda leaf: leaf[0], rows), step, secrets.draws)
-        return total, _digest(total, secrets.seeds, self._is_cut)
+        return total, _digest(total, secrets.seeds, self.is_cut)
 
     def _advance(self, total: Any, held: Held, noise_key: Array) -> Held:
         """The noise is added, the optimizer takes its step."""
@@ -135,7 +143,7 @@ class Programs:
             total = lax.optimization_barrier(
                 self._summed(held.trained, frozen, own, step + ahead, secrets.draws)
             )
-            digested = _digest(total, secrets.seeds, self._is_cut)
+            digested = _digest(total, secrets.seeds, self.is_cut)
             return self._advance(total, held, secrets.noise), digested
 
         return lax.scan(one, held, (rows, jnp.arange(len(rows.places), dtype=jnp.int32)))
@@ -179,8 +187,15 @@ def _typed(after: Any, before: Any) -> Any:
 
 
 def _identity(text: str, program: Any) -> bytes:
-    """The digest of a program's text, and of constants, which some settings of JAX leave out of it."""
-    result = hashlib.sha256(text.encode())
+    """The digest of a program's text, of constants, which some settings of JAX leave out of it, and of what runs it."""
+    device = jax.devices()[0]
+    machine = (
+        jax.__version__,
+        device.client.platform_version,
+        device.device_kind,
+        os.environ.get("XLA_FLAGS"),
+    )
+    result = hashlib.sha256(f"{machine}\n{text}".encode())
     for value in constants(program):
         array = np.asarray(as_words(value))
         result.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())

@@ -156,6 +156,9 @@ class Training:
         self._programs = Programs(
             self._loss, self._optimizer, self._engine, self.plan, self._clip_norm, parts, held
         )
+        if self._programs.is_cut:
+            given = held.trained, self._frozen
+            self._check_alike(self._programs.digest_of_inputs(given, self._secrets.seeds), "weights")
         state = self._handed_out(held, int(held.noise.step))
         self._progress.taken = state.step
         if state.step:
@@ -223,6 +226,7 @@ class Training:
         assert held is not None
         total, words = self._programs.clip(held.trained, self._frozen, rows, np.int32(step), self._secrets)
         (digested,) = self._agreed_on(words)
+        self._programs.check_advance(total, held, self._secrets.noise)
         with uninterrupted():
             self._on_ledger(lambda ledger: ledger.release(step, batch, digested))
             self._lost = step
@@ -247,14 +251,17 @@ class Training:
             self._on_ledger(lambda ledger: ledger.finish(step, sums))
             return self._handed_out(held, step + len(batches))
 
-    def _agreed_on(self, words: Any) -> list[bytes]:
-        """What all devices and processes have found alike: a noise is for one sum."""
+    def _check_alike(self, words: Any, what: str) -> None:
         # As one: a process that left alone would keep the others waiting.
         if not all(self._processes.gather(agreed(words))):
             raise ValueError(
-                "weights: devices have different sums of one step, and would add the same noise to all of them; begin "
-                "with weights that are the same on all devices, in a new run"
+                f"weights: devices have different {what}; begin with weights that are the same on all devices, in a "
+                "new run"
             )
+
+    def _agreed_on(self, words: Any) -> list[bytes]:
+        """What all devices and processes have found alike: a noise is for one sum."""
+        self._check_alike(words, "sums of one step, and would add the same noise to all of them")
         seen = digests(words)
         self._same_everywhere("digest of the sum", seen, _TOGETHER)
         assert self._held is not None

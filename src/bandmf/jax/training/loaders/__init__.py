@@ -6,6 +6,7 @@ indices can combine them in any way; it is asked for some of them apart, which s
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from bandmf.jax.training.loaders.checks import (
 )
 from bandmf.jax.training.loaders.datasets import is_dataset, taken
 from bandmf.jax.training.loaders.kinds import check_arrays, check_function, checked, count
+from bandmf.randomness import generators
 from bandmf.randomness.key import Key
 from bandmf.randomness.stream import Indices
 
@@ -49,9 +51,10 @@ class Loader:
         if self.is_function:
             if valid.sum() > 1:
                 if self._calls + 1 in _ASKED_AT:
-                    self._ask_again(asked[valid])
+                    with generators.lent():
+                        self._ask_again(asked)  # as many as ever: how many are of the batch is secret
                 self._calls += 1
-            found = self(asked)  # last, as a function may use its memory again
+            found = self._drawn(asked, steps, key)  # last, as a function may use its memory again
         else:
             found = jax.tree.map(
                 lambda leaf: taken(leaf, asked, steps, key) if is_dataset(leaf) else leaf[asked], self._data
@@ -65,6 +68,13 @@ class Loader:
             raise of_another_shape(self)
         self._rows_alike = alike
         return found
+
+    def _drawn(self, asked: Indices, steps: Indices, key: Key) -> Any:
+        """What the function draws at random is secret, and repeated by a restart."""
+        purpose = hashlib.sha256(np.stack([asked, steps]).tobytes()).hexdigest()
+        with generators.lent():
+            generators.seed(key.derive(f"rows/{purpose}").secret)
+            return self(asked)
 
     def _ask_again(self, indices: Indices) -> None:
         """Refuse a function by which examples depend on each other, and warn of rows that are others each time."""

@@ -89,7 +89,7 @@ def _of_hook(module: nn.Module, hook: Any) -> tuple[str, str] | None:
     if isinstance(hook, WeightNorm):
         return (
             "has a weight_norm, which computes its weight outside of the layer, for all examples at once",
-            "use torch.nn.utils.parametrizations.weight_norm, or take it off (torch.nn.utils.remove_weight_norm(layer))",
+            "use torch.nn.utils.parametrizations.weight_norm, or take it off with remove_weight_norm",
         )
     if isinstance(hook, prune.BasePruningMethod):
         return (
