@@ -19,7 +19,7 @@ SOURCE = Path(bandmf.__file__).parent
 # The architecture's list, top to bottom. A new file takes its place here. `__init__` is `bandmf` itself: it
 # re-exports what is above it, so only what is below may import from it.
 ORDER = [
-    *("_types", "_check", "_text", "_extras", "_files", "_cache"),
+    *("_types", "_check", "_text", "_extras", "_files", "_cache", "_interrupts"),
     *("streaming", "band_columns"),
     "workloads",
     "participation",
@@ -43,8 +43,6 @@ ORDER = [
     *("jax.tracing", "jax.random_keys"),
     "jax.noise",
     "jax.clipping",
-    "jax.secret",
-    "jax.privatize",
     "jax.training",
     "jax",
     "demo",
@@ -59,7 +57,6 @@ OPTIONAL = {
     *(
         "torch",
         "triton",
-        "opacus",
         "transformers",
         "accelerate",
         "jax",
