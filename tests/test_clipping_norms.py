@@ -139,11 +139,11 @@ def epsilon_forgotten(monkeypatch):
 
 
 def masks_forgotten(monkeypatch):
-    monkeypatch.setattr("bandmf.torch.clipping.attention.Attention._mask", lambda *_: None)
+    monkeypatch.setattr("bandmf.torch.clipping.recording.attention.Attention._mask", lambda *_: None)
 
 
 def key_for_value(monkeypatch):
-    from bandmf.torch.clipping import attention
+    from bandmf.torch.clipping.recording import attention
 
     part = attention._part
     monkeypatch.setattr(attention, "_part", lambda number, width: part(min(number, 1), width))

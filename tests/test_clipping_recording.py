@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from bandmf.torch.clipping import make_clipping, rule, rules, total
 from bandmf.torch.clipping.contributions import Patches, totals
 from bandmf.torch.clipping.contributions.totals import Totals
-from bandmf.torch.clipping.recording import Recorder
+from bandmf.torch.clipping.recording.recorder import Recorder
 from one_at_a_time import (
     Case,
     added,

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from bandmf.torch.clipping import make_clipping, recurrent
+from bandmf.torch.clipping import make_clipping
+from bandmf.torch.clipping.recording import recurrent
 from one_at_a_time import assert_clipped_as_single_examples, trained
 
 B, T = 4, 5

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from bandmf.torch.clipping import shared
+from bandmf.torch.clipping.recording import shared
 from bandmf.torch.clipping.rows import rows
 from one_at_a_time import added, assert_clipped_as_single_examples
 

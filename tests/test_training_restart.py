@@ -18,7 +18,7 @@ from bandmf import Key
 from bandmf.ledger import checkpoints
 from bandmf.sampling import cyclic_poisson
 from bandmf.torch import Training
-from bandmf.torch.training.random_state import RandomState, unseal
+from bandmf.torch.training.generators import RandomState, unseal
 from children import HERE
 from optimizers import OPTIMIZERS
 from sweeps import in_turn

@@ -136,7 +136,7 @@ def test_losses_that_need_two_examples_are_noted_and_not_refused():
 
     found = verify(cases.net(), losses, cases.vectors())
     assert found.ok
-    assert "fails on a single example (two or more)" in found.notes[0].reason
+    assert "fails on a batch of one example (two or more)" in found.notes[0].reason
     assert not verify(cases.net(), lambda m, b: losses(m, b) / len(b[1]), cases.vectors()).ok
 
 

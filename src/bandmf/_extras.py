@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _EXTRAS = {
-    "torch": ("torch", "opacus"),
+    "torch": ("torch",),
     "huggingface": ("transformers", "accelerate"),
     "lightning": ("lightning",),
     "jax": ("jax", "jaxlib", "optax", "orbax"),

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from bandmf import Key
 from bandmf.ledger import seal
 from bandmf.torch.noise import sealing
-from bandmf.torch.training import random_state
+from bandmf.torch.training import generators as kept_generators
 from bandmf.torch.training.generators import Generators
 from training import same_run, simple_plan, small_model, weights
 
@@ -162,7 +162,7 @@ def test_two_checkpoints_do_not_reveal_how_many_examples_a_batch_has(tmp_path):
 
 def test_the_attack_counts_examples_if_generators_are_in_the_clear(tmp_path, monkeypatch):
     """And if batches drew from the user's own, as they would if nothing was lent to them."""
-    monkeypatch.setattr(random_state.RandomState, "sealed", lambda state, *_: state._cpu)
+    monkeypatch.setattr(kept_generators.RandomState, "sealed", lambda state, *_: state._cpu)
     monkeypatch.setattr(Generators, "lent", lambda *_: contextlib.nullcontext())
     found, true = attacked_size(tmp_path)
     assert found == true

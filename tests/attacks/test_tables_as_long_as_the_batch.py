@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from bandmf.torch.clipping import calls, make_clipping
+from bandmf.torch.clipping import make_clipping
+from bandmf.torch.clipping.recording import calls
 from one_at_a_time import empty_sums, flat, trained
 
 CLIP, LENGTH = 0.1, 16

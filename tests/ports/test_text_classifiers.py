@@ -256,8 +256,7 @@ class LearnedStart(Recurrent):
         return self.head(output[torch.arange(len(words)), lengths - 1])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("kind", [pytest.param(nn.LSTM, marks=pytest.mark.long), nn.GRU])
 def test_learned_initial_state(kind):
     torch.manual_seed(0)
     fit(LearnedStart(kind), rate=2e-2)

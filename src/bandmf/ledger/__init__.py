@@ -35,9 +35,9 @@ from typing import Any
 
 from bandmf import _check
 from bandmf.ledger.checks import (
-    MOVED,
     REVEALS,
     ReleasedOtherwiseError,
+    check_place,
     check_process,
     expect_same,
     one_at_a_time,
@@ -116,17 +116,14 @@ class Ledger:
         """Write the first line of a new run; of one that is on record, check that it goes on as it began."""
         self._check_process()
         steps = _check.whole("steps", run["steps"])
+        path = self._file and self._file.path
         if self._file is not None:
             self._file.take_up()
         try:
             if self.entries:
-                expect_same(self.run, dict(run), self._file and self._file.path)
+                expect_same(self.run, dict(run), path)
             elif self.copied_from is not None:
-                expect_same(
-                    {"plan": self.copied_from["plan"]},
-                    {"plan": run.get("plan")},
-                    self._file and self._file.path,
-                )
+                expect_same({"plan": self.copied_from["plan"]}, {"plan": run.get("plan")}, path)
             self.run = dict(run)
             self._steps, self._begun = steps, True
             if not self.entries:
@@ -174,16 +171,7 @@ class Ledger:
             if self._moved is not None:
                 raise _check.fail("moved", self._moved, "there is no run to go on with", "leave moved= out")
             return
-        here, folder = self._file.place() == self._place, str(self._file.path.parent)
-        if here and self._moved is not None:
-            raise _check.fail(
-                "moved", self._moved, f"{folder} lies where its ledger says it does", "leave moved= out"
-            )
-        if not here and self._moved is None:
-            raise _check.fail(
-                "moved", None, f"{folder} was moved, copied or restored since its run began, and a copy that goes on "
-                "beside its original uses the same noise for different sums", MOVED,
-            )  # fmt: skip
+        check_place(self._file.path.parent, self._file.place() == self._place, self._moved)
 
     # --- what a run may do --------------------------------------------------------------------------------
 
@@ -237,9 +225,7 @@ class Ledger:
         chunk = step, end, self._digest(inputs, step, b"inputs").hex()
         if self._pending and end > self._pending[0] and chunk != self._pending:
             raise self._unfinished(step)
-        if (
-            step < self.steps_released and chunk not in self._chunks
-        ):  # which would be found too late, by its sums
+        if step < self.steps_released and chunk not in self._chunks:  # its sums would show it too late
             what = "was released before, and not by this chunk with this program, these weights and batches"
             raise _check.fail("step", step, what, REVEALS.format(step))
         if end > self.steps_released and chunk != self._pending:
@@ -296,8 +282,7 @@ class Ledger:
             told = _check.fail("step", step, f"was released before with another {what}", REVEALS.format(step))
             raise ReleasedOtherwiseError(str(told))
         kind = "replay" if before else "step"
-        batch_digest, sum_digest = found[:_SIZE].hex(), found[_SIZE:].hex()
-        self._append({"kind": kind, "step": step, "batch": batch_digest, "sum": sum_digest})
+        self._append({"kind": kind, "step": step, "batch": found[:_SIZE].hex(), "sum": found[_SIZE:].hex()})
         self._apply(kind, step, found)
         return kind
 

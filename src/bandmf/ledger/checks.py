@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 from bandmf import _check
@@ -66,6 +67,17 @@ def check_process(opened_by: int) -> None:
             f"this run was opened by process {opened_by}, and this is process {os.getpid()}, a fork of it: both would "
             "use the same noise for different sums; construct Training in the process that trains"
         )
+
+
+def check_place(folder: Path, is_here: bool, moved: str | None) -> None:
+    """Refuse a folder that lies elsewhere than its ledger says, until it is stated what happened to it."""
+    if is_here and moved is not None:
+        raise _check.fail("moved", moved, f"{folder} lies where its ledger says it does", "leave moved= out")
+    if not is_here and moved is None:
+        raise _check.fail(
+            "moved", None, f"{folder} was moved, copied or restored since its run began, and a copy that goes on "
+            "beside its original uses the same noise for different sums", MOVED,
+        )  # fmt: skip
 
 
 def expect_same(recorded: dict[str, Any], given: dict[str, Any], path: Any) -> None:

@@ -356,19 +356,16 @@ class Training:
     # --- its folder ---------------------------------------------------------------------------------------
 
     def _checkpoints(self) -> Checkpoints | None:
-        if self.folder is None:
-            return None
-        return Checkpoints(self.folder, self._opened, self._processes)
+        return None if self.folder is None else Checkpoints(self.folder, self._opened, self._processes)
 
     def save(self) -> Path:
         """Write a checkpoint into the folder now, all of it or nothing."""
         checkpoints = self._checkpoints()
         if checkpoints is None:
             raise _check.fail("folder", None, "there is nowhere to save", "give Training a folder")
-        if self._state is None:
+        if self._state is None or self._held is None:
             raise RuntimeError("save: there is nothing yet; call training.init(weights) before")
         self._check_current(self._state)
-        assert self._held is not None
         path = checkpoints.save(self._held)
         self._saved_at = self.steps_taken
         return path

@@ -19,14 +19,14 @@ from bandmf.torch.clipping.adding import Adder, count_places, pack
 from bandmf.torch.clipping.containers import differentiable, with_one_more
 from bandmf.torch.clipping.contributions import Contribution, Outer, Pack, Rows, join, write_out_thin
 from bandmf.torch.clipping.contributions.totals import Totals
-from bandmf.torch.clipping.layers import layers_of
 from bandmf.torch.clipping.norms import Terms
 from bandmf.torch.clipping.passes import backward, wanted_gradients
 from bandmf.torch.clipping.products import widened
 from bandmf.torch.clipping.protocol import Losses, Parameters, checked_losses
-from bandmf.torch.clipping.recording import Recorder
+from bandmf.torch.clipping.recording.layers import layers_of
+from bandmf.torch.clipping.recording.recorder import Recorder
+from bandmf.torch.clipping.recording.shared import rows_of
 from bandmf.torch.clipping.refusals import unrecorded
-from bandmf.torch.clipping.shared import rows_of
 from bandmf.torch.noise.precision import plain_arithmetic
 
 
@@ -41,9 +41,7 @@ class Bookkeeping:
         self._recorder = Recorder()
 
     def explain(self) -> str:
-        by_function = [
-            layer.path for layer in self.layers if layer.rule is None and layer.replacement is None
-        ]
+        by_function = [layer.path for layer in self.layers if layer.by_function]
         rest = f"; by torch.func, at more cost: {', '.join(by_function)}" if by_function else ""
         return f"book-keeping, {len(self.layers) - len(by_function)} layers by rules{rest}"
 

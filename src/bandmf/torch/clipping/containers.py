@@ -14,9 +14,13 @@ from torch import Tensor
 def each_tensor(
     value: Any, change: Callable[[Tensor], Any], sequence: Callable[[Sequence[Any]], Any] = lambda _: None
 ) -> Any:
-    """A batch whose tensors are changed, and lists for which `sequence` gives another; all else is as it was."""
+    """A batch whose tensors are changed, unless `change` gives None, and lists for which `sequence` gives others.
+
+    Containers are copied, all else is as it was.
+    """
     if isinstance(value, Tensor):
-        return change(value)
+        given = change(value)
+        return value if given is None else given
     if isinstance(value, Mapping):
         changed = copy.copy(value)  # of its own class, which may have more than items
         for name, each in value.items():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bandmf.torch.clipping.protocol import Parameters
-from bandmf.torch.clipping.recording import ANCHOR
+from bandmf.torch.clipping.recording.notes import ANCHOR
 
 
 @contextmanager

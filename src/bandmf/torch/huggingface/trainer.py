@@ -62,18 +62,22 @@ class PrivateTrainer(Trainer):
     It also goes in front of another Trainer, `class Mine(PrivateTrainer, TheirTrainer)`, if Mine has a method `losses`
     that gives TheirTrainer's loss for each example: bandmf.torch.huggingface.trl has two of these.
 
+    All other arguments are as in Trainer, with these differences. What is trained is `model`; freeze the rest before
+    (`requires_grad_(False)`). `args.per_device_train_batch_size` is how many examples are in memory at once; the plan
+    decides about batches and steps, and options that a private run cannot honor are refused. `train_dataset` has as many
+    examples as the plan, `eval_dataset` none of them. `compute_loss_func(outputs, labels, num_items_in_batch)` returns
+    one loss for each example; by default the losses are those of the model's head.
+
     Args:
-        *given, **named: As in Trainer, with these differences. What is trained is `model`; freeze the rest before
-            (`requires_grad_(False)`). `args.per_device_train_batch_size` is how many examples are in memory at once;
-            the plan decides about batches and steps, and options that a private run cannot honor are refused.
-            `train_dataset` has as many examples as the plan, `eval_dataset` none of them. `compute_loss_func(outputs,
-            labels, num_items_in_batch)` returns one loss for each example; by default the losses are those of the
-            model's head.
         plan: From `bandmf.plan`, for this many examples.
         clip_norm: The norm to which the gradient of every example is clipped.
         folder: Keeps key, ledger and checkpoints, written when the Trainer saves, too. A folder that holds a run goes
             on where it was. Must be outside `output_dir`.
-        key, moved, clipping, per_layer, verify: As in bandmf.torch.Training.
+        key: As in bandmf.torch.Training, like the four that follow.
+        moved: A folder that was moved or copied.
+        clipping: "auto" or "vmap".
+        per_layer: Clip each parameter tensor on its own.
+        verify: Look for examples that depend on each other before the first step.
         may_end_early: Let training end before the plan does; otherwise that is an error.
 
     Attributes:

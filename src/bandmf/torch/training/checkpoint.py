@@ -37,7 +37,7 @@ from bandmf.ledger.run_folder import CHECKPOINTS
 from bandmf.noise.sealing import fresh_salt
 from bandmf.torch.noise import sealing
 from bandmf.torch.training import optimizer_state
-from bandmf.torch.training.random_state import RandomState, unseal
+from bandmf.torch.training.generators import RandomState, unseal
 from bandmf.torch.training.step import Stepper
 from bandmf.torch.training.trained import Trained
 

@@ -8,18 +8,28 @@ the noise must hide is one example's own contribution again.
 So the global generators of Python, NumPy and torch are seeded, from the run's key, rank, step and micro-batch, when a
 micro-batch is loaded and again when the model runs on it. Then they go on where the user left them: the numbers of the
 user are not disturbed, and tell nothing of the batch.
+
+How far a generator has come says how many numbers were drawn: with dropout, one lot for every example. The sizes of
+batches must stay secret, so a checkpoint holds generators encrypted and authenticated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from torch import Tensor
 
 from bandmf.randomness import generators
 from bandmf.randomness.key import Key
-from bandmf.torch.training.random_state import RandomState
+
+_NONCE = 12  # bytes, drawn for every checkpoint
 
 
 class Generators:
@@ -106,3 +116,48 @@ class SeededIndices(list[int]):
 def _arrive(indices: list[int], secret: bytes) -> list[int]:
     seed_all(secret)
     return indices
+
+
+# --- as they are now, and in a checkpoint --------------------------------------------------------------------
+
+
+class RandomState:
+    """The generators as they are now, or were in a checkpoint: on the CPU and on all GPUs."""
+
+    def __init__(self, saved: Mapping[str, Any] | None = None) -> None:
+        if saved is None:
+            devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+            saved = {"cpu": torch.get_rng_state(), "cuda": devices}
+        self._cpu, self._gpus = saved["cpu"], saved["cuda"]
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._cpu)
+        if self._gpus:
+            torch.cuda.set_rng_state_all(self._gpus)
+
+    def sealed(self, key: Key, place: str) -> Tensor:
+        """For a checkpoint: encrypted with a key of the run, and for this place (step and rank) in it alone."""
+        contents = json.dumps([state.numpy().tobytes().hex() for state in (self._cpu, *self._gpus)]).encode()
+        nonce = os.urandom(_NONCE)
+        return _tensor(nonce + _box(key).encrypt(nonce, contents, place.encode()))
+
+
+def unseal(saved: Any, key: Key, place: str) -> RandomState | None:
+    """The counterpart of `RandomState.sealed`; None if a bit was changed, or it is of another run or place."""
+    if not isinstance(saved, Tensor):
+        return None
+    contents = saved.numpy().tobytes()
+    try:
+        opened = _box(key).decrypt(contents[:_NONCE], contents[_NONCE:], place.encode())
+    except (InvalidTag, ValueError):
+        return None
+    cpu, *gpus = (_tensor(bytes.fromhex(state)) for state in json.loads(opened))
+    return RandomState({"cpu": cpu, "cuda": gpus})
+
+
+def _box(key: Key) -> ChaCha20Poly1305:
+    return ChaCha20Poly1305(key.derive("random state").secret)
+
+
+def _tensor(contents: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(contents), dtype=torch.uint8)

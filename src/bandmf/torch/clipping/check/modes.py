@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from bandmf.torch.clipping.check.layers import trains
-from bandmf.torch.clipping.layers import layers_of
-from bandmf.torch.clipping.recording import Bare, Layer
+from bandmf.torch.clipping.recording.layers import layers_of
+from bandmf.torch.clipping.recording.recorder import Bare, Layer
 from bandmf.torch.clipping.refusals import Finding, UnfitError
 
 Found = tuple[list[Finding], list[Finding]]  # problems and notes
@@ -48,7 +48,7 @@ def _not_vectorized(model: nn.Module) -> Iterator[Finding]:
 
 def _without_rule(layers: list[Layer]) -> Iterator[Finding]:
     for layer in layers:
-        if layer.rule is None and layer.replacement is None:
+        if layer.by_function:
             yield Finding(
                 layer.path,
                 f"is {type(layer.module).__name__}, which has no rule: torch.func gives its gradients, at more cost",

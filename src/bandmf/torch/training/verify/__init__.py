@@ -52,8 +52,19 @@ def verify(
 ) -> Report:
     """Whether each of a few examples, as a data set gives them, contributes by itself; all that `check` finds as well.
 
-    losses: As in Training: `losses(model, batch)` gives a vector, one loss for each example.
-    examples: Two to eight that differ in length, class and size; public or made-up ones will do.
+    >>> def losses(model, batch):
+    ...     return (model(batch) ** 2).mean(1)
+    >>> mixing = nn.Sequential(nn.Linear(3, 8), nn.Softmax(0), nn.Linear(8, 1))
+    >>> verify(mixing, losses, [torch.randn(3) for _ in range(4)]).ok
+    False
+
+    Args:
+        model: In the modes in which it is trained.
+        losses: As in Training: `losses(model, batch)` gives a vector, one loss for each example.
+        examples: Two to eight, as a data set gives them, that differ in length, class and size; public or made-up ones
+            will do.
+        collate: Makes a batch of a list of examples.
+        clipping: As in Training.
     """
     examples = list(examples)
     _check.whole("len(examples)", len(examples), 2, _MOST)

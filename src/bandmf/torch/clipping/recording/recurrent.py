@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from bandmf.torch.clipping.contributions import Outer
-from bandmf.torch.clipping.recording import Recorded
+from bandmf.torch.clipping.recording.recorded import Recorded
 from bandmf.torch.clipping.refusals import other_rows
 from bandmf.torch.clipping.rules import Described, Rule, total
 
@@ -33,6 +33,12 @@ class Recurrent(Recorded):
     """The `forward` of a recurrent module, which records its maps."""
 
     module: nn.RNNBase
+
+    def with_rows(self, args: Any, kwargs: Any) -> Any:
+        """The examples are the second dimension of a state: it is cut into layers before."""
+        states = args[1:], {name: each for name, each in kwargs.items() if name == "hx"}
+        input, named = super().with_rows(args[:1], {n: each for n, each in kwargs.items() if n != "hx"})
+        return (*input, *states[0]), {**named, **states[1]}
 
     def record(self, args: Any, kwargs: Any) -> Any:
         return self._forward(*args, **kwargs)

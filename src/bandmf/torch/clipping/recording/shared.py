@@ -21,12 +21,12 @@ from torch.func import functional_call, vjp, vmap
 from torch.utils import _pytree as pytree
 
 from bandmf.torch.clipping.contributions.totals import Described
-from bandmf.torch.clipping.fallback import random_state
+from bandmf.torch.clipping.recording.fallback import random_state
 from bandmf.torch.clipping.refusals import not_shared
 from bandmf.torch.clipping.rows import owners
 
 if TYPE_CHECKING:
-    from bandmf.torch.clipping.recording import Layer, Recorder
+    from bandmf.torch.clipping.recording.recorder import Layer, Recorder
 
 _POINTWISE = {
     *("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "pow", "where", "lerp", "addcmul"),

@@ -18,7 +18,7 @@ from bandmf.randomness import generators
 from bandmf.torch.clipping.refusals import not_shared
 
 if TYPE_CHECKING:
-    from bandmf.torch.clipping.recording import Layer
+    from bandmf.torch.clipping.recording.recorder import Layer
 
 Shape = tuple[int, ...]
 

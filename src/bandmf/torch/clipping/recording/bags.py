@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bandmf.torch.clipping.contributions import Rows
 from bandmf.torch.clipping.products import wide
-from bandmf.torch.clipping.recording import Recorded
+from bandmf.torch.clipping.recording.recorded import Recorded
 from bandmf.torch.clipping.rules import Described
 
 

@@ -9,9 +9,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
-from bandmf.torch.clipping import bags, recurrent
-from bandmf.torch.clipping.attention import Attention, describes
-from bandmf.torch.clipping.recording import Bare, Layer, Recorded, RecordedLinear
+from bandmf.torch.clipping.recording import bags, recurrent
+from bandmf.torch.clipping.recording.attention import Attention, describes
+from bandmf.torch.clipping.recording.recorded import Recorded, RecordedLinear
+from bandmf.torch.clipping.recording.recorder import Bare, Layer
 from bandmf.torch.clipping.refusals import UnfitError, bare_parameter, two_dimensions
 from bandmf.torch.clipping.rules import Rule, linear, rule_for, transposed_linear
 
@@ -37,20 +38,20 @@ def _walk(module: nn.Module, path: str, names: dict[int, str], batch: int) -> It
     batch = _batch_dimension(module, batch)
     own = {name: names[id(p)] for name, p in module._parameters.items() if p is not None and id(p) in names}
     if is_parametrized(module) and _inside(module, names):
-        yield Layer(module, path, _inside(module, names), batch, None)
+        yield Layer(module, path, _inside(module, names), batch, Recorded, by_function=True)
         return
     if own and describes(module):
-        yield Layer(module, path, own, 0, replacement=Attention)
+        yield Layer(module, path, own, 0, Attention)
     elif own and recurrent.describes(module):
-        yield Layer(module, path, own, 0, replacement=recurrent.Recurrent)
+        yield Layer(module, path, own, 0, recurrent.Recurrent)
     elif own and bags.describes(module):
-        yield Layer(module, path, own, 0, replacement=bags.Bag)
+        yield Layer(module, path, own, 0, bags.Bag)
     elif own and (rule := rule_for(module)) is not None:
-        yield Layer(module, path, own, batch, rule, _replacement(module, rule))
+        yield Layer(module, path, own, batch, _forward_of(module, rule), rule)
     elif own and _hands_out(module, path, names):
         yield Bare(module, own)
     elif own:
-        yield Layer(module, path, _inside(module, names), batch, None)
+        yield Layer(module, path, _inside(module, names), batch, Recorded, by_function=True)
         return
     for name, child in module.named_children():
         yield from _walk(child, f"{path}.{name}" if path else name, names, batch)
@@ -77,7 +78,7 @@ def _hands_out(module: nn.Module, path: str, names: dict[int, str]) -> bool:
     return (not path and not of_torch) or inside or not is_called or not arguments
 
 
-def _replacement(module: nn.Module, rule: Rule) -> type[Recorded]:
+def _forward_of(module: nn.Module, rule: Rule) -> type[Recorded]:
     is_linear = rule in (linear, transposed_linear) and "forward" not in vars(module)
     return RecordedLinear if is_linear else Recorded
 

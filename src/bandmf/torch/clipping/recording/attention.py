@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bandmf.torch.clipping.contributions import Outer
-from bandmf.torch.clipping.recording import Recorded
+from bandmf.torch.clipping.recording.recorded import Recorded
 from bandmf.torch.clipping.rules import Described, Rule, total
 
 _PARTS = ("q", "k", "v")

@@ -16,7 +16,7 @@ from bandmf.torch.clipping.refusals import UnsupportedError
 from bandmf.torch.noise.precision import precision
 
 if TYPE_CHECKING:
-    from bandmf.torch.clipping.recording import Layer
+    from bandmf.torch.clipping.recording.recorder import Layer
 
 _ROUNDING = 1e-3  # relative difference of sums that rounding explains
 _HALF = 5e-2  # the same in less than float32

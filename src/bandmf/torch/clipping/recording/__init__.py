@@ -1,0 +1,1 @@
+"""One pass of the losses in which layers note what the gradients of single examples are made of."""
