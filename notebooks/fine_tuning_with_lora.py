@@ -216,4 +216,4 @@ figure
 #
 # - `examples/lora.py`: LoRA for a classifier, as a script.
 # - `docs/huggingface.md`: the same with the Trainer of Hugging Face.
-# - `docs/training.md`: checkpoints, clipping, and what the self-test finds.
+# - `docs/training.md`: checkpoints, clipping, and what `verify` looks for.

@@ -61,7 +61,8 @@ def run(folder, name, at_every_step=lambda step: None):
     training = tiny.training(tiny.plan(steps=24), optax.adam(0.1), folder=folder / name, save_every=4)
     state = training.init(tiny.first_weights())
     while not training.finished:
-        for state in training.steps(state, at_once=1 + state.step // 4 % 2):
+        for item in training.steps(state, at_once=1 + state.step // 4 % 2):
+            state = item
             at_every_step(state.step)
             if state.step % 4 == 0:
                 break

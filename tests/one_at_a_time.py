@@ -85,7 +85,14 @@ def found(case: Case, mode: str = "bookkeeping", clip_norm: float = 1.0, per_lay
     clipping._adder.add = lambda sums, small, terms, valid: (
         seen.append((small, terms)) or add(sums, small, terms, valid)
     )
-    clipping.add_to(sums, lambda model, batch: case.losses(model, *batch), case.inputs, case.rows, case.rows)
+
+    def losses(model, batch):
+        return case.losses(model, *batch)
+
+    clipping.learn(
+        losses, lambda: [(tuple(x[:1].repeat_interleave(n, 0) for x in case.inputs), n) for n in (2, 3)]
+    )
+    clipping.add_to(sums, losses, case.inputs, case.rows, case.rows)
     ((small, terms),) = seen
     with torch.no_grad():
         norms = total_squares(small, terms).bound().double()

@@ -273,7 +273,7 @@ def test_a_run_that_ends_early_says_so_once(caplog):
     del training
     gc.collect()
     assert [record.getMessage() for record in caplog.records] == [
-        "the run ended after step 1 of 12: the noise was planned for all of them"
+        "the run ended after step 1 of 12; without a folder it cannot go on"
     ]
     with tiny.training() as whole:
         tiny.trained(whole)

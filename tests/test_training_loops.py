@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import re
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -46,6 +47,16 @@ def weights_of(body=lambda training, step: None, **options):
     for step in training:
         body(training, step)
     return weights(training.model)
+
+
+class IterableOf(IterableDataset):
+    """The same item for ever."""
+
+    def __init__(self, item):
+        self.item = item
+
+    def __iter__(self):
+        return iter([self.item] * 60)
 
 
 # --- the body of the loop ---------------------------------------------------------------------------------
@@ -529,7 +540,7 @@ def test_a_run_that_ends_unfinished_says_so_once(end, caplog):
         with pytest.raises(RuntimeError, match="this run was closed; construct Training again"):
             training.advance()
     del training
-    assert said(caplog) == [f"the run ended after step 3 of {STEPS}: the noise was planned for all of them"]
+    assert said(caplog) == [f"the run ended after step 3 of {STEPS}; without a folder it cannot go on"]
 
 
 def test_a_run_that_ends_with_its_plan_says_nothing(caplog):
@@ -586,3 +597,16 @@ def test_a_run_shows_where_it_is(tmp_path):
         f"Training(Sequential: step 2 of {STEPS}, epsilon=inf at delta=1e-06, folder={str(tmp_path)!r})"
     )
     assert "Not verified" in training.explain()
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        ((torch.zeros(60, 8), torch.zeros(60)), "len(data)=2: must be the plan's examples=60"),
+        (((index, torch.zeros(8)) for index in range(60)), "can be read once only"),
+        (IterableOf((torch.zeros(8), torch.zeros(()))), "a stream must give pairs (index, example)"),
+    ],
+)
+def test_data_of_another_form_are_told_so_and_not_by_the_loss(data, sentence):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        open_run(data=data, verify=True)

@@ -273,3 +273,15 @@ def test_the_generators_of_all_gpus_come_back_as_they_were():
     assert torch.equal(opened._cpu, torch.get_rng_state())
     assert all(torch.equal(*pair) for pair in zip(opened._gpus, gpus, strict=True))
     assert unseal(sealed, key, "step 3 rank 1") is None
+
+
+@pytest.mark.parametrize("kind", ["SGD", "RMSprop"])
+def test_another_optimizer_is_refused_before_a_step_is_spent(tmp_path, kind):
+    begun = open_run(tmp_path)
+    train(begun, until=5)
+    begun.close()
+    with pytest.raises(ValueError, match=rf"optimizer='{kind}': is not what the run began with"):
+        open_run(tmp_path, optimizer=kind)
+    again = open_run(tmp_path)
+    assert again.steps_taken == 5
+    again.close()

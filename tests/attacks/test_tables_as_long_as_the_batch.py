@@ -50,12 +50,14 @@ def positions(count):
     return model, losses, lambda kept: {"words": words[kept], "lengths": [lengths[n] for n in kept]}
 
 
-def positions_in_a_strange_batch(count):
+def positions_in_a_batch_of_another_class(count):
     model, losses, batch_of = positions(count)
     return model, losses, lambda kept: Strange(batch_of(kept))
 
 
 class Strange:
+    """A batch of a class of its own."""
+
     def __init__(self, batch):
         self.batch = batch
 
@@ -110,7 +112,50 @@ def tables(count):
     return Tabled(), lambda model, batch: 100 * model(batch[0]), lambda kept: [x[kept]]
 
 
-PROGRAMS = [positions, positions_in_a_strange_batch, prototypes, tables]
+class Labeled(nn.Module):
+    """Texts of all labels, which are as many as there are examples, beside the example's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(50, 8)
+
+    def forward(self, own, labels):
+        return self.words(own).mean(1).detach() @ self.words(labels).mean(1).T
+
+
+def labels(count):
+    """The collate function puts them into every batch."""
+    own, of_all = torch.full((LENGTH + 2, 3), 7), torch.arange(2 * LENGTH).view(LENGTH, 2)
+    losses = lambda model, batch: 100 * model(*batch)[:, 0]  # noqa: E731
+    return Labeled(), losses, lambda kept: (own[kept], of_all)
+
+
+class ByLetters(Labeled):
+    """A call for each place: how many there are depends on the batch."""
+
+    def forward(self, own, labels):
+        read = torch.stack([self.words(own[:, place]) for place in range(own.shape[1])], 1)
+        return read.mean(1).detach() @ self.words(labels[:, 0]).T
+
+
+def labels_after_letters(count):
+    _, losses, batch_of = labels(count)
+
+    def longer_at_first(kept):
+        own, of_all = batch_of(kept)
+        return (own.repeat(1, 3) if len(kept) < LENGTH - 1 else own), of_all
+
+    return ByLetters(), losses, longer_at_first
+
+
+PROGRAMS = [
+    positions,
+    positions_in_a_batch_of_another_class,
+    prototypes,
+    tables,
+    labels,
+    labels_after_letters,
+]
 
 
 @pytest.mark.parametrize("before", [None, 7])
@@ -126,6 +171,7 @@ def moved_by_one_example(program, before):
 
     def of(examples):
         clipping = clipping_of(model)
+        clipping.learn(losses, lambda: [(batch_of([0] * n), n) for n in (2, 3)])
         if before is not None:
             clipped_sum(model, losses, batch_of(list(range(before))), before, clipping)
         return clipped_sum(model, losses, batch_of(list(range(examples))), examples, clipping)
@@ -135,8 +181,9 @@ def moved_by_one_example(program, before):
 
 def test_a_guess_by_lengths_would_be_seen(monkeypatch):
     """What these tests look for is there if lengths decide."""
-    monkeypatch.setattr(calls.Calls, "has_rows", lambda self, layer, tensors, count, dimension: [
-        len(tensor) == count for tensor in tensors
-    ])  # fmt: skip
+    monkeypatch.setattr(
+        calls.Calls, "has_rows", lambda self, layer, paths, dimension: [dimension == 0 for _ in paths]
+    )
     assert moved_by_one_example(positions, None) > 1.5 * CLIP
     assert moved_by_one_example(prototypes, None) > 1.5 * CLIP
+    assert moved_by_one_example(labels, None) > 1.5 * CLIP

@@ -65,7 +65,7 @@ class Ledger:
     ('step', 'replay')
     >>> ledger.release(0, b"indices", b"other")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    ValueError: step=0: was released before with another sum of gradients; ...
+    bandmf.ledger.checks.ReleasedOtherwiseError: step=0: was released before with another sum of gradients; ...
 
     Without `run` it is opened for reading, and `begin(run)` comes later: what a run is given (its sampler) can depend
     on `run_key`.
@@ -227,7 +227,7 @@ class Ledger:
             raise self._unfinished(step)
         if step < self.steps_released and chunk not in self._chunks:  # its sums would show it too late
             what = "was released before, and not by this chunk with this program, these weights and batches"
-            raise _check.fail("step", step, what, REVEALS.format(step))
+            raise _check.fail("step", step, what, REVEALS)
         if end > self.steps_released and chunk != self._pending:
             self._append({"kind": "reserve", "step": step, "count": count, "inputs": chunk[2]})
             self._reserve(chunk)
@@ -264,7 +264,7 @@ class Ledger:
         return _check.fail(
             "step", step, f"the steps {first} to {end - 1} were begun as one chunk that did not end, and their noise "
             "may be known", "take just this chunk again, from the same weights, with the same batches and program; "
-            + REVEALS.format(first),
+            + REVEALS,
         )  # fmt: skip
 
     def _check_step(self, step: int) -> None:
@@ -279,7 +279,7 @@ class Ledger:
         before = self._digests(step)
         if before and found != before:
             what = "sum of gradients" if found[:_SIZE] == before[:_SIZE] else "batch of examples"
-            told = _check.fail("step", step, f"was released before with another {what}", REVEALS.format(step))
+            told = _check.fail("step", step, f"was released before with another {what}", REVEALS)
             raise ReleasedOtherwiseError(str(told))
         kind = "replay" if before else "step"
         self._append({"kind": kind, "step": step, "batch": found[:_SIZE].hex(), "sum": found[_SIZE:].hex()})

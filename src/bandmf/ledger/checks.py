@@ -13,11 +13,8 @@ from bandmf import _check
 from bandmf._interrupts import uninterrupted
 
 REVEALS = (
-    "two results with the same noise reveal their difference: restart with the same code, data, learning rates, "
-    "machine and number of ranks, and let `also=` keep whatever else the losses depend on, or begin a new run in "
-    "another folder; "
-    "if nobody ever saw anything that came of the steps from {0} on, say so with ledger.withdraw({0}, statement) of "
-    "this run"
+    "two results with the same noise reveal their difference: restart with the program, data, learning rates, machine "
+    "and number of processes as they were, or begin a new run in another folder (what both release counts)"
 )
 MOVED = (
     "if the original is gone, say so with moved='moved'; if it may still be used, moved='copied' begins a run of its "

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
+import logging
 import os
 import secrets
 from pathlib import Path
@@ -28,6 +30,8 @@ from bandmf.ledger.checkpoints import Processes
 from bandmf.planning import Plan, plan_file
 from bandmf.randomness.key import Key
 from bandmf.sampling import Sampler
+
+log = logging.getLogger("bandmf")
 
 LEDGER, KEY, CHECKPOINTS, PLAN = "ledger.jsonl", "key", "checkpoints", "plan.json"
 
@@ -84,6 +88,30 @@ def provenance(
         "plan": plan.digest, "steps": plan.steps, "key": key.fingerprint, "clip_norm": clip_norm,
         "per_layer": per_layer, "sampler": batches.provenance, "examples": batches.examples,
     }  # fmt: skip
+
+
+def plan_of(folder: Path | None, given: Plan) -> Plan:
+    """The plan of the run in the folder, if it is of one promise with the given one; else that.
+
+    Planning again, where the answer is not in a cache, gives another certificate, and so another plan.
+    """
+    if folder is None or given.certificate is None or plan_file.holds(folder / PLAN, given):
+        return given
+    try:
+        with open(folder / LEDGER, "rb") as file:
+            begun = json.loads(file.readline())["plan"]
+        kept = Plan.load(folder / PLAN)
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+    ):  # whatever is wrong there is told when the folder is opened
+        return given
+    if begun == given.digest or begun != kept.digest or kept.promise != given.promise:
+        return given
+    log.info("%s: goes on with its own plan, whose certificate is another one of the same promise", folder)
+    return kept
 
 
 def _make(folder: Path) -> None:

@@ -306,6 +306,21 @@ class Plan(Setup):
     def __hash__(self) -> int:
         return hash(self.digest)
 
+    @property
+    def promise(self) -> dict[str, Any]:
+        """What plans with different certificates have in common."""
+        names = (
+            "epsilon",
+            "delta",
+            "adjacency",
+            "examples",
+            "batch_size",
+            "steps",
+            "sampling",
+            "participation",
+        )
+        return {name: getattr(self, name) for name in names}
+
     def spent(self) -> float:
         """The epsilon of the whole run, by the accountant or as certified."""
         if self.certificate is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ class Progress:
     """How far a run is, for the one sentence at its end."""
 
     steps: int
+    folder: Path | None
     taken: int = 0
     closed: bool = False
     warned: bool = False
@@ -36,12 +38,11 @@ class Progress:
             )
 
     def end(self) -> None:
-        if not self.closed and self.taken < self.steps:
-            log.warning(
-                "the run ended after step %d of %d: the noise was planned for all of them",
-                self.taken,
-                self.steps,
-            )
+        if not self.closed and 0 < self.taken < self.steps:
+            way = "without a folder it cannot go on"
+            if self.folder is not None:
+                way = f"the same program goes on from {self.folder}"
+            log.warning("the run ended after step %d of %d; %s", self.taken, self.steps, way)
         self.closed = True
 
 

@@ -32,7 +32,7 @@ from bandmf.jax.training.progress import Progress
 from bandmf.jax.training.state import Held, Parts, State, own_copy
 from bandmf.jax.training.steps import Programs, Secrets, agreed, digests, with_key
 from bandmf.ledger import Ledger
-from bandmf.ledger.run_folder import Opened, provenance
+from bandmf.ledger.run_folder import Opened, plan_of, provenance
 from bandmf.planning import Plan, checked_plan
 from bandmf.randomness.key import Key
 from bandmf.sampling import sampler_of
@@ -100,13 +100,13 @@ class Training:
         trainable: Any = None,
         moved: str | None = None,
     ) -> None:
-        self.plan = plan = checked_plan(plan)
+        self.folder = None if folder is None else Path(folder)
+        self.plan = plan = plan_of(self.folder, checked_plan(plan))
         self._clip_norm = _check.real("clip_norm", clip_norm, 1e-30, 1e30)
         plan.deviation(self._clip_norm)  # refuses what float32 does not hold
         self._loss = with_key(loss, takes_key(loss), bool(keep_batch_dim))
         self._optimizer, self._trainable = checked_optimizer(optimizer), trainable
         _check.choice("clipping", clipping, ("auto", "written-out"))
-        self.folder = None if folder is None else Path(folder)
         self._save_every = checked_saving(self.folder, save_every, plan)
         self._source = Source(data, plan, micro_batch, sharding)
         mesh = None if sharding is None or plan.devices == 1 else sharding.mesh
@@ -129,7 +129,7 @@ class Training:
         self._state: State | None = None
         self._lost: int | None = None  # a step that was released and did not reach the weights
         self._saved_at: int | None = None
-        self._progress = Progress(plan.steps)
+        self._progress = Progress(plan.steps, self.folder)
         begun = provenance(plan, own, self._sampler, clip_norm=self._clip_norm, per_layer=False)
         self._opened.begin(begun, plan)
         weakref.finalize(self, Progress.end, self._progress)
@@ -143,7 +143,7 @@ class Training:
         """
         if self._state is not None:
             raise RuntimeError(
-                "init: was called before; go on with the last state, or construct Training again"
+                "init: was called before; go on with training.state, the last item, or construct Training again"
             )
         parts = Parts(weights, self._trainable)
         trained, self._frozen = parts.split(own_copy(weights))

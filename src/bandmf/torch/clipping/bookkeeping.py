@@ -10,13 +10,15 @@ Guarantees:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bandmf.torch.clipping.adding import Adder, count_places, pack
-from bandmf.torch.clipping.containers import differentiable, with_one_more
+from bandmf.torch.clipping.containers import differentiable
 from bandmf.torch.clipping.contributions import Contribution, Outer, Pack, Rows, join, write_out_thin
 from bandmf.torch.clipping.contributions.totals import Totals
 from bandmf.torch.clipping.norms import Terms
@@ -37,7 +39,6 @@ class Bookkeeping:
         self._model, self._parameters = model, parameters
         self._adder = Adder(parameters, clip_norm, per_layer)
         self.layers, self._bare = layers_of(model, {id(p): name for name, p in parameters.items()})
-        self._in_doubt = any(layer.is_in_doubt for layer in self.layers)
         self._recorder = Recorder()
 
     def explain(self) -> str:
@@ -45,31 +46,25 @@ class Bookkeeping:
         rest = f"; by torch.func, at more cost: {', '.join(by_function)}" if by_function else ""
         return f"book-keeping, {len(self.layers) - len(by_function)} layers by rules{rest}"
 
+    def learn(self, losses: Losses, batches: Callable[[], Sequence[tuple[Any, int]]]) -> None:
+        """See, from two batches of different sizes, what has rows of examples; where layers leave a doubt."""
+        if not any(layer.is_in_doubt for layer in self.layers):
+            return
+
+        def run(batch: Any, examples: int) -> None:
+            with self._recorder.of(self.layers, self._bare, examples):
+                losses(self._model, batch)
+
+        with wanted_gradients(self._model, self._parameters):
+            passes = [partial(run, *each) for each in batches()]
+            self._recorder.calls.look(passes, [next(iter(self._parameters.values())).device])
+
     def add_to(
         self, sums: dict[str, Tensor], losses: Losses, batch: Any, examples: int, valid: int
     ) -> Tensor:
         """Add the clipped gradients of the first `valid` examples; how many of them were not finite."""
         recorder = self._recorder
-        with wanted_gradients(self._model, self._parameters):
-            if self._in_doubt and not recorder.calls.looked:
-                self._look(losses, batch, examples)
-            return self._add_to(sums, losses, batch, examples, valid)
-
-    def _look(self, losses: Losses, batch: Any, examples: int) -> None:
-        """See, once, what becomes longer with the examples."""
-
-        def with_more() -> bool:
-            found = losses(self._model, with_one_more(batch, examples))
-            return found.shape == (examples + 1,)
-
-        with self._recorder.of(self.layers, self._bare, examples + 1):
-            self._recorder.calls.look(with_more, [next(iter(self._parameters.values())).device])
-
-    def _add_to(
-        self, sums: dict[str, Tensor], losses: Losses, batch: Any, examples: int, valid: int
-    ) -> Tensor:
-        recorder = self._recorder
-        with recorder.of(self.layers, self._bare, examples):
+        with wanted_gradients(self._model, self._parameters), recorder.of(self.layers, self._bare, examples):
             given = differentiable(batch) if self._bare else batch
             each = checked_losses(rows_of(losses(self._model, given)), examples)
             recorder.listen()

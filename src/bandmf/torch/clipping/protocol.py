@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,9 @@ class Clipping(Protocol):
     """Clips the gradients of the examples of a batch and adds them up."""
 
     def explain(self) -> str: ...
+    def learn(self, losses: Losses, batches: Callable[[], Sequence[tuple[Any, int]]]) -> None:
+        """Learn what it needs to know of layers from two batches, and how many examples each has; before all sums."""
+
     def add_to(
         self, sums: dict[str, Tensor], losses: Losses, batch: Any, examples: int, valid: int
     ) -> Tensor:
@@ -36,7 +39,7 @@ def checked_losses(losses: Any, examples: int) -> Tensor:
         raise ValueError(
             "losses: must return a vector with one loss for each example of the batch, of shape (examples,), "
             f"not {'another number of them' if losses.ndim == 1 else f'a tensor of {losses.ndim} dimensions'}; "
-            "take reduction='none', and the mean over the places of each example"
+            "take reduction='none', then squeeze(1), or the mean over all dimensions but the first"
         )
     if not losses.is_floating_point() or not losses.requires_grad:
         raise ValueError("losses: must be differentiable; leave torch.no_grad() and .detach() out")

@@ -18,7 +18,7 @@ and g_t are of one example, at one place t (a token, a pixel). A rule for a laye
     True
 
 A rule that is wrong cannot break the bound, as norm and sum come from what it returns; that the gradient is right
-is checked by the self-test of the first batches.
+is checked by `verify`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Every gradient is written out, so it takes the memory of a model for each exampl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,9 @@ class Vmapped:
         self._places = _places(model, parameters)
         size = sum(parameter.numel() for parameter in parameters.values())
         self._at_once = max(1, _WRITTEN // max(1, size))
+
+    def learn(self, losses: Losses, batches: Callable[[], Sequence[tuple[Any, int]]]) -> None:
+        """Nothing is in doubt."""
 
     def explain(self) -> str:
         return f"torch.func.vmap of the whole loss, at most {self._at_once} examples at a time"

@@ -64,9 +64,9 @@ class PrivateTrainer(Trainer):
 
     All other arguments are as in Trainer, with these differences. What is trained is `model`; freeze the rest before
     (`requires_grad_(False)`). `args.per_device_train_batch_size` is how many examples are in memory at once; the plan
-    decides about batches and steps, and options that a private run cannot honor are refused. `train_dataset` has as many
-    examples as the plan, `eval_dataset` none of them. `compute_loss_func(outputs, labels, num_items_in_batch)` returns
-    one loss for each example; by default the losses are those of the model's head.
+    decides about batches and steps, and options that a private run cannot honor are refused. `train_dataset` has as
+    many examples as the plan, `eval_dataset` none of them. `compute_loss_func(outputs, labels, num_items_in_batch)`
+    returns one loss for each example; by default the losses are those of the model's head.
 
     Args:
         plan: From `bandmf.plan`, for this many examples.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
@@ -51,12 +52,24 @@ class Examples:
         if workers:
             self.options["num_workers"] = workers
         self.source = data
+        if plan.examples is not None and self.count() not in (None, plan.examples):
+            raise _check.fail(
+                "len(data)", self.count(), f"must be the plan's examples={plan.examples}",
+                "give one item for each example (arrays: TensorDataset(x, y)), or plan for these",
+            )  # fmt: skip
         self.is_stream = isinstance(data, IterableDataset) or not hasattr(data, "__getitem__")
         if self.is_stream and not hasattr(data, "__iter__"):
             raise _check.fail(
                 "data", type(data).__name__, "must be a data set, a DataLoader or a stream",
                 "the order is Training(model, losses, optimizer, data, plan, ...)",
             )  # fmt: skip
+        if self.is_stream and hasattr(data, "__next__"):
+            raise _check.fail(
+                "data",
+                type(data).__name__,
+                "can be read once only",
+                "give an object whose __iter__ begins anew",
+            )
         if self.is_stream and self.options.get("num_workers"):
             raise _check.fail(
                 "workers", self.options["num_workers"], "must be 0: a stream is read by one process"
@@ -84,6 +97,11 @@ class Examples:
         return [
             by_size[place] for place in sorted({round(last * n / (_VERIFIED - 1)) for n in range(_VERIFIED)})
         ]
+
+    def copies(self, device: torch.device) -> list[tuple[Any, int]]:
+        """Batches of two and of three copies of one example, and these numbers."""
+        example = self.some()[0]
+        return [(to_device(self.collate([copy.copy(example) for _ in range(n)]), device), n) for n in (2, 3)]
 
     def fit_together(self, some: list[Any]) -> bool:
         """Whether they can be in one batch."""
@@ -263,6 +281,11 @@ def _size(example: Any) -> int:
 
 def _examples_of(stream: Any) -> Iterator[Any]:
     for item in stream:
-        if not (isinstance(item, tuple) and len(item) == 2):
-            raise _check.fail("data", type(item).__name__, "a stream must give pairs (index, example)")
-        yield item[1]
+        try:
+            index, example = item
+            operator.index(index)
+        except (TypeError, ValueError):
+            raise _check.fail(
+                "data", type(item).__name__, "a stream must give pairs (index, example)"
+            ) from None
+        yield example

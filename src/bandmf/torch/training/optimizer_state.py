@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from bandmf import _check
+
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
     """`optimizer.state_dict()` with names for numbers; tensors of its state share its memory.
@@ -37,6 +39,13 @@ def load_optimizer_state(
 ) -> None:
     """Bring an optimizer to where `optimizer_state` was taken; without `settings`, keep those of its groups."""
     groups, rest, others = saved["settings"]
+    kind, added = type(optimizer).__name__, {"params", "initial_lr"}  # the latter by schedules
+    for mine, theirs in zip(optimizer.param_groups, groups, strict=False):
+        if different := (mine.keys() ^ theirs.keys()) - added:
+            raise _check.fail(
+                "optimizer", kind, f"is not what the run began with: {', '.join(sorted(different))} differ",
+                "construct it as it was, or begin a new run in another folder",
+            )  # fmt: skip
     state: dict[Any, Any] = dict(rest)
     for number, (name, parameter) in enumerate(named(optimizer, model).items()):
         if name in saved["state"]:

@@ -44,11 +44,7 @@ class Ranks:
 
     def same_plan(self, plan: Plan) -> Plan:
         """The plan of rank 0, as ranks that planned at the same time can have different certificates of one promise."""
-        promise = {
-            name: getattr(plan, name)
-            for name in ("epsilon", "delta", "adjacency", "examples", "steps", "sampling", "participation")
-        }
-        found = self.gather((promise, plan.digest))
+        found = self.gather((plan.promise, plan.digest))
         if odd := [rank for rank, (other, _) in enumerate(found) if other != found[0][0]]:
             raise ValueError(
                 f"plan: rank {odd[0]} has one for {found[odd[0]][0]}, rank 0 for {found[0][0]}; give all ranks the same"

@@ -156,6 +156,10 @@ def checked_schedules(given: Any, optimizers: Sequence[Optimizer]) -> list[Sched
 
 
 def checked_also(given: Mapping[str, Any] | None) -> dict[str, Stateful]:
+    if given is not None and not isinstance(given, Mapping):
+        raise _check.fail(
+            "also", type(given).__name__, "must map names to objects", 'such as {"average": average}'
+        )
     for name, value in (given or {}).items():
         if not (isinstance(name, str) and hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
             raise _check.fail(

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -16,7 +17,7 @@ from torch import nn
 from bandmf import _check
 from bandmf._interrupts import Termination
 from bandmf.ledger.checks import ReleasedOtherwiseError
-from bandmf.ledger.run_folder import Opened, provenance
+from bandmf.ledger.run_folder import Opened, plan_of, provenance
 from bandmf.planning import Plan, checked_plan
 from bandmf.randomness.key import Key
 from bandmf.sampling import sampler_of
@@ -44,6 +45,7 @@ from bandmf.torch.training.trained import (
     checked_schedules,
 )
 from bandmf.torch.training.verify import verify as verify_examples
+from bandmf.torch.training.verify.start import Start
 
 log = logging.getLogger("bandmf")
 
@@ -131,7 +133,7 @@ class Training:
         trained = Trained(model, optimizers, checked_schedules(scheduler, optimizers), checked_also(also))
         examples = Examples(data, plan, collate, _check.whole("workers", workers, 0))
         ranks = Ranks(trained.parameters.values())
-        self.plan = plan = ranks.same_plan(plan)
+        self.plan = plan = ranks.same_plan(plan_of(self.folder, plan))
         ranks.same_settings({
             "clip_norm": clip_norm, "per_layer": per_layer, "clipping": clipping, "len(data)": examples.count(),
             "micro_batch": micro_batch, "save_every": self._save_every, "verify": bool(verify),
@@ -141,6 +143,8 @@ class Training:
             check(model, clipping=clipping).refuse()
             check_memory(plan, trained, ranks)
             self._clipping = make_clipping(clipping, model, trained.parameters, clip_norm, per_layer)
+            with Start(model):
+                self._clipping.learn(losses, partial(examples.copies, trained.device))
             self._verified = _verified(model, losses, examples, clipping, micro_batch) if verify else None
         self._opened = Opened(self.folder, key, moved, ranks)
         sampler = sampler_of(plan, self._opened.run_key, examples.count())
@@ -151,7 +155,7 @@ class Training:
         check_allocated(plan, stepper)
         self._trained, self._stepper = trained, stepper
         self._batches = Batches(examples, plan, sampler, ranks, stepper.generators, micro_batch)
-        self._progress, self._busy = _Progress(plan.steps), Lock()
+        self._progress, self._busy = _Progress(plan.steps, self.folder), Lock()
         self._repeatable = Repeatable(self.folder is not None and trained.device.type == "cuda")
         begun = provenance(plan, self._opened.run_key, sampler, clip_norm=clip_norm, per_layer=per_layer)
         self._begin(begun)
@@ -380,14 +384,14 @@ class _Progress:
     """How far a run is, for the one sentence at its end."""
 
     steps: int
+    folder: Path | None
     taken: int = 0
     closed: bool = False
 
     def end(self) -> None:
-        if not self.closed and self.taken < self.steps:
-            log.warning(
-                "the run ended after step %d of %d: the noise was planned for all of them",
-                self.taken,
-                self.steps,
-            )
+        if not self.closed and 0 < self.taken < self.steps:
+            way = "without a folder it cannot go on"
+            if self.folder is not None:
+                way = f"the same program goes on from {self.folder}"
+            log.warning("the run ended after step %d of %d; %s", self.taken, self.steps, way)
         self.closed = True

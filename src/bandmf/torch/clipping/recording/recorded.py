@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from bandmf.torch.clipping.contributions.totals import Described
+from bandmf.torch.clipping.recording.calls import tensors_of
 from bandmf.torch.clipping.recording.fallback import changed
 from bandmf.torch.clipping.recording.notes import ANCHOR
 from bandmf.torch.clipping.recording.recorder import Layer, Recorder
@@ -55,7 +56,10 @@ class Recorded:
         layer = self.layer
         if layer.rule is None:
             return self._record_unit(args, kwargs)
-        if layer.rule is embedding and (known := self._positions(self._input(args, kwargs))) is not None:
+        if (
+            layer.rule is embedding
+            and (known := self._positions(self._input(args, kwargs), args, kwargs)) is not None
+        ):
             return known
         args, kwargs = self._adapt(args, kwargs)
         given = self._input(args, kwargs)
@@ -67,11 +71,9 @@ class Recorded:
             return self.recorder.note(layer, layer.rule, given, output)
         return self.recorder.note_unit(self.recorder.call(layer, args, kwargs), output)
 
-    def _positions(self, indices: Tensor) -> Shared | None:
+    def _positions(self, indices: Tensor, args: Any, kwargs: Any) -> Shared | None:
         """The output for numbers that are given once for all examples, as positions are; None for others."""
-        is_for_all = self._is_for_all(indices)
-        self.recorder.calls.count_call(self.layer)
-        if not is_for_all:
+        if not self._is_for_all(indices, args, kwargs):
             return None
         module: Any = self.layer.module
         with torch.no_grad():
@@ -83,19 +85,21 @@ class Recorded:
 
         return of_source(Source(self.layer.names["weight"], value, describe), self.recorder)
 
-    def _is_for_all(self, indices: Tensor) -> bool:
+    def _is_for_all(self, indices: Tensor, args: Any, kwargs: Any) -> bool:
         """Shared values have the rows of examples, too, where they have: in doubt, they are right, and slower."""
         whose, recorder = owners(), self.recorder
         if whose is not None and whose.dimensions > 1:
             return False
-        count = recorder.count(whose)
-        (has_rows,) = recorder.calls.has_rows(self.layer, [indices], count, 0)
+        count, (path, _) = recorder.count(whose), next(tensors_of(args, kwargs))
+        (has_rows,) = recorder.calls.has_rows(self.layer, [path], 0)
         if indices.ndim and len(indices) == count:
+            if has_rows is not None:
+                return not has_rows
             is_doubtful = indices.ndim == 1 or indices.shape[1] == count
-            return not has_rows if has_rows is not None else is_doubtful and count > 1
+            return count > 1 and (is_doubtful or recorder.calls.is_mixed(self.layer, path))
         if indices.ndim < 2:
             return True
-        (is_second,) = recorder.calls.has_rows(self.layer, [indices], count, 1)
+        (is_second,) = recorder.calls.has_rows(self.layer, [path], 1)
         time_first = indices.shape[1] == count if is_second is None else is_second
         return not time_first and len(indices) > 1
 

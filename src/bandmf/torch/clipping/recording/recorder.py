@@ -97,7 +97,6 @@ class Recorder:
     def of(self, layers: Iterable[Layer], bare: Iterable[Bare], examples: int) -> Iterator[None]:
         """Record these; afterwards they, and what was noted, are as before."""
         self.examples, before = examples, []
-        self.calls.begin()
         try:
             for layer in layers:
                 before.append((vars(layer.module), "forward", vars(layer.module).get("forward")))
@@ -118,7 +117,6 @@ class Recorder:
     def listen(self) -> None:
         """From now on, until the pass ends, backward passes are recorded."""
         self._listening = True
-        self.calls.begin_backward()
 
     def settle(self) -> list[Described]:
         """All entries, with sums over places added up."""
@@ -199,13 +197,11 @@ class Recorder:
     def call(self, layer: Layer, args: Any, kwargs: Any) -> Call:
         """What torch.func needs to repeat a call of a layer without a rule; made before the layer runs."""
         whose = owners()
-        count = self.count(whose)
-        tensors = tensors_of(args, kwargs)
-        known: list[bool | None] = [None] * len(tensors)
+        paths = [path for path, _ in tensors_of(args, kwargs)]
+        known: list[bool | None] = [None] * len(paths)
         if whose is None or whose.dimensions == 1:
-            known = self.calls.has_rows(layer, tensors, count, layer.batch)
-        self.calls.count_call(layer)
-        return Call(layer, args, kwargs, count, known)
+            known = self.calls.has_rows(layer, paths, layer.batch)
+        return Call(layer, args, kwargs, self.count(whose), known)
 
     def note_unit(self, call: Call, output: Any) -> Any:
         """The same as `note` for such a layer."""

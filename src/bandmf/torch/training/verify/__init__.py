@@ -148,6 +148,7 @@ def _clipped(
     passes: Passes, clipping: str, found: Compared, members: list[int], sums: dict[str, Tensor], valid: int
 ) -> Draws:
     clip, count = make_clipping(clipping, passes.model, passes.trained, _HUGE, False), len(members)
+    clip.learn(passes.losses, lambda: [(passes.batch([0] * n), n) for n in (2, 3)])
     return passes.clipped(
         members, found.style, lambda losses, batch: clip.add_to(sums, losses, batch, count, valid)
     )

@@ -62,7 +62,7 @@ class Passes:
         self, model: nn.Module, losses: Losses, examples: Sequence[Any], collate: Collate, start: Start
     ) -> None:
         self.model, self.examples, self.count = model, examples, len(examples)
-        self._losses, self._collate, self._start = losses, collate, start
+        self.losses, self._collate, self._start = losses, collate, start
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._tracks = True
@@ -105,13 +105,13 @@ class Passes:
         draws = Draws(members, self.dimensions, style)
         with self._ready(), torch.enable_grad():
             with draws:
-                batch = self._batch(members)
+                batch = self.batch(members)
             drawn = len(draws.shapes)
 
             def losses(model: nn.Module, given: Any) -> Tensor:
                 draws.rewind(drawn)
                 with nullcontext() if self._redraws else draws:
-                    return self._losses(model, given)
+                    return self.losses(model, given)
 
             with draws if self._redraws else nullcontext():
                 add(losses, batch)
@@ -124,7 +124,7 @@ class Passes:
         with sdpa_kernel(SDPBackend.MATH), eagerly():
             yield
 
-    def _batch(self, members: Sequence[int]) -> Any:
+    def batch(self, members: Sequence[int]) -> Any:
         """A collate function may take things out of its examples."""
         return to_device(self._collate([copy.copy(self.examples[each]) for each in members]), self._device)
 
@@ -146,13 +146,13 @@ class Passes:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self._ready())
             stack.enter_context(draws)
-            batch = self._batch(members)
+            batch = self.batch(members)
             each_tensor(batch, found.batch.append)
             if inputs:
                 batch = each_tensor(batch, lambda tensor: _tracked(tensor, found))
             if tracked:
                 stack.enter_context(_watched(self.model, found, inputs))
-            losses = self._losses(self.model, batch)
+            losses = self.losses(self.model, batch)
             found.elsewhere = self._start.drew_elsewhere()
         found.changed = self._start.changes()
         found.losses = checked_losses(losses, len(members)) if tracked else losses.detach()
