@@ -20,14 +20,7 @@ from sources import FOLDER, digest
 HERE = Path(__file__).parent
 FLAGS = ["-O3", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fvisibility=hidden", "-Wno-psabi"]
 WIDTHS = {"4": [], "8": ["-mavx2", "-mfma"]}
-WIDTHS["16"] = [
-    *WIDTHS["8"],
-    "-mavx512f",
-    "-mavx512dq",
-    "-mavx512bw",
-    "-mavx512vl",
-    "-mprefer-vector-width=512",
-]
+WIDTHS["16"] = [*WIDTHS["8"], "-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mprefer-vector-width=512"]
 
 
 class BuildLibrary(build_ext):
@@ -49,11 +42,7 @@ class BuildLibrary(build_ext):
                 folder = str(Path(self.build_temp) / f"width{width}")
                 define = [*macros, ("WIDTH", width)]
                 objects += self.compiler.compile(
-                    [source],
-                    output_dir=folder,
-                    macros=define,
-                    extra_postargs=[*FLAGS, *flags],
-                    depends=ext.depends,
+                    [source], output_dir=folder, macros=define, extra_postargs=[*FLAGS, *flags], depends=ext.depends
                 )
         path = self.get_ext_fullpath(ext.name)
         Path(path).parent.mkdir(parents=True, exist_ok=True)

@@ -100,9 +100,7 @@ class Work:
             x, y = batch
             return self.losses(self.scores(model, x), x, y)
 
-        training = Training(
-            model, losses, optimizer, data, plan, clip_norm=CLIP_NORM, clipping=clipping, verify=False
-        )
+        training = Training(model, losses, optimizer, data, plan, clip_norm=CLIP_NORM, clipping=clipping, verify=False)
         # Past noise and sums prepared ahead, of which each is a vector of the model's size.
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self.aside = 4 * trained * Schedule(plan.strategy, inner=INNER[self.device]).vectors

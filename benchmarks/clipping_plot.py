@@ -36,16 +36,12 @@ def main() -> None:
             if found and found[0]["ms"] is not None:
                 bars[step] = found[0]["ms"] / bases[model, precision, found[0]["run"]]
         for place, (step, ratio) in enumerate(bars.items()):
-            x = number + WIDTH * (
-                place - (len(bars) - 1) / 2
-            )  # together in the middle, however many there are
+            x = number + WIDTH * (place - (len(bars) - 1) / 2)  # together in the middle, however many there are
             axes.bar(x, ratio, 0.25, color=plots.color(step))
             weight = "bold" if step == "bandmf" else "normal"
             axes.text(x, ratio + 0.04, f"{ratio:.1f}x", ha="center", fontsize=7.5, fontweight=weight)
     axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_xticks(
-        range(len(SHOWN)), [f"{NAMES[model]}\n{precision}" for model, precision in SHOWN], fontsize=8
-    )
+    axes.set_xticks(range(len(SHOWN)), [f"{NAMES[model]}\n{precision}" for model, precision in SHOWN], fontsize=8)
     axes.yaxis.set_major_formatter("{x:g}x")
     axes.set_ylabel("time of a step, without privacy: 1x")
     for place, step in enumerate(STEPS):  # beside a square of their color: bars have no ends to put names at

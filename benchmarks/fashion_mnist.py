@@ -66,9 +66,7 @@ def main() -> None:
     with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
 
         def finals(cases: list[tuple[object, float, int]]) -> dict[tuple[object, float, int], float]:
-            tasks = [
-                (plans[case], rate, seed, arguments.data, arguments.device) for case, rate, seed in cases
-            ]
+            tasks = [(plans[case], rate, seed, arguments.data, arguments.device) for case, rate, seed in cases]
             found = {}
             for case, final in zip(cases, pool.imap(run, tasks), strict=True):
                 found[case] = final
@@ -78,9 +76,7 @@ def main() -> None:
             return found
 
         tuned = finals(list(itertools.product(plans, arguments.rates, TUNING)))
-        means = {
-            (c, r): np.mean([tuned[c, r, seed] for seed in TUNING]) for c in plans for r in arguments.rates
-        }
+        means = {(c, r): np.mean([tuned[c, r, seed] for seed in TUNING]) for c in plans for r in arguments.rates}
         best = {case: max(arguments.rates, key=lambda rate: means[case, rate]) for case in plans}
         judged = finals([(case, best[case], seed) for case in plans for seed in JUDGING])
     for case, plan in plans.items():
@@ -96,9 +92,7 @@ def main() -> None:
                     "accuracy": round(float(np.mean(accuracies)), 4),
                     "lowest": min(accuracies),
                     "highest": max(accuracies),
-                    "held out, by rate": {
-                        rate: round(float(means[case, rate]), 4) for rate in arguments.rates
-                    },
+                    "held out, by rate": {rate: round(float(means[case, rate]), 4) for rate in arguments.rates},
                 }
             ),
             flush=True,

@@ -59,9 +59,7 @@ def private_step(work: Work, plan: Plan) -> Callable[[], int]:
         taken += len(x)
         return work.losses(work.scores(model, x), x, y)
 
-    training = Training(
-        model, losses, optimizer, data, plan, clip_norm=CLIP_NORM, verify=False, micro_batch=24
-    )
+    training = Training(model, losses, optimizer, data, plan, clip_norm=CLIP_NORM, verify=False, micro_batch=24)
 
     def step() -> int:
         nonlocal taken

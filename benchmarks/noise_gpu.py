@@ -24,15 +24,7 @@ from bandmf.noise import normals
 from bandmf.noise.region import Region
 from bandmf.noise.schedule import INNER, Step
 from bandmf.randomness.key import Key
-from bandmf.strategies import (
-    Banded,
-    BandedInverse,
-    BandedToeplitz,
-    BufferedToeplitz,
-    Dense,
-    Identity,
-    tree_aggregation,
-)
+from bandmf.strategies import Banded, BandedInverse, BandedToeplitz, BufferedToeplitz, Dense, Identity, tree_aggregation
 from bandmf.torch import Engine
 from bandmf.torch.noise.executor import Slice, Vectors
 from bandmf.torch.noise.triton_executor import TritonExecutor

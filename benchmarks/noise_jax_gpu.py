@@ -58,10 +58,7 @@ def check() -> None:
             inverse = np.linalg.inv(strategy.materialize())
             z = {
                 tensor: np.stack(
-                    [
-                        normals.reference(secret, i, number, 0, int(np.prod(shape)))
-                        for i in range(strategy.steps)
-                    ]
+                    [normals.reference(secret, i, number, 0, int(np.prod(shape))) for i in range(strategy.steps)]
                 )
                 for number, (tensor, shape) in enumerate(sorted(shapes.items()))
             }
@@ -73,12 +70,7 @@ def check() -> None:
                     worst = max(worst, float(np.abs(np.asarray(value).reshape(-1) - expected).max()))
             print(
                 json.dumps(
-                    {
-                        "check": name,
-                        "mesh": mesh is not None,
-                        "difference": worst,
-                        "programs": add._cache_size(),
-                    }
+                    {"check": name, "mesh": mesh is not None, "difference": worst, "programs": add._cache_size()}
                 )
             )
             assert worst < 2e-5, name
@@ -111,9 +103,7 @@ def timed(kind: str, bands: int) -> None:
     period, vectors = 16, None
     if kind == "jax_privacy":
         noise_addition, peer = import_jax_privacy()
-        matrix = peer.inverse_as_streaming_matrix(
-            jnp.asarray(1 / np.sqrt(np.arange(1, bands + 1)), jnp.float32)
-        )
+        matrix = peer.inverse_as_streaming_matrix(jnp.asarray(1 / np.sqrt(np.arange(1, bands + 1)), jnp.float32))
         privatizer = noise_addition.matrix_factorization_privatizer(matrix, stddev=1e-3, prng_key=1)
         state, update = privatizer.init(gradient), jax.jit(privatizer.update, donate_argnums=(0, 1))
     elif kind == "draw":
@@ -149,13 +139,7 @@ def timed(kind: str, bands: int) -> None:
     peak = jax.devices()[0].memory_stats().get("peak_bytes_in_use", 0) / (4 * D)
     print(
         json.dumps(
-            {
-                "kind": kind,
-                "bands": bands,
-                "ms": round(best, 3),
-                "peak_vectors": round(peak, 2),
-                "vectors": vectors,
-            }
+            {"kind": kind, "bands": bands, "ms": round(best, 3), "peak_vectors": round(peak, 2), "vectors": vectors}
         )
     )
 
@@ -173,9 +157,7 @@ def main() -> None:
         cases = [("check", 0), ("draw", 1)]
         cases += [(kind, bands) for bands in (1, 16, 64) for kind in ("triton", "xla", "jax_privacy")]
         for kind, bands in cases:
-            subprocess.run(
-                [sys.executable, __file__, "--kind", kind, "--bands", str(bands)], check=False, timeout=300
-            )
+            subprocess.run([sys.executable, __file__, "--kind", kind, "--bands", str(bands)], check=False, timeout=300)
 
 
 if __name__ == "__main__":

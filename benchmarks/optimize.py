@@ -33,9 +33,7 @@ def toeplitz_against_peer(steps: int, bands: int) -> dict[str, object]:
     """Start to finish, both without column normalization."""
     from jax_privacy.matrix_factorization import toeplitz
 
-    ours, solution = timed(
-        lambda: bandmf.optimize.banded_toeplitz(steps, bands, normalize_columns=False), repeat=3
-    )
+    ours, solution = timed(lambda: bandmf.optimize.banded_toeplitz(steps, bands, normalize_columns=False), repeat=3)
     theirs, coefficients = timed(lambda: toeplitz.optimize_banded_toeplitz(steps, bands).block_until_ready())
     strategy = bandmf.strategies.BandedToeplitz(np.asarray(coefficients, float), steps, False)
     return {

@@ -55,10 +55,7 @@ def ways(machine: str) -> list[tuple[str, str, str, Recursion, int]]:
     """(machine, way, device, recursion, fewest steps that matter)."""
     found = [(f"{machine} host", "filter", "cpu", by_filter, 10**4)]
     if torch.cuda.is_available():
-        found += [
-            (machine, "kernel", "cuda", by_kernel, 10**4),
-            (machine, "operations", "cuda", one_by_one, 10**3),
-        ]
+        found += [(machine, "kernel", "cuda", by_kernel, 10**4), (machine, "operations", "cuda", one_by_one, 10**3)]
     return found
 
 

@@ -47,10 +47,7 @@ def record(
         if known(rows, names(point)):
             continue
         if time.monotonic() + longest > until:
-            print(
-                f"{path.name}: stopped after {done - 1} of {len(points)} points; run it again to go on",
-                flush=True,
-            )
+            print(f"{path.name}: stopped after {done - 1} of {len(points)} points; run it again to go on", flush=True)
             return
         begin = time.monotonic()
         found = compute(point)

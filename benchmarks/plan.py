@@ -26,12 +26,7 @@ def against_peer(steps: int, examples: int, batch: int, epsilon: float) -> dict[
 
     ours, plan = timed(
         lambda: bandmf.plan(
-            epsilon=epsilon,
-            delta=DELTA,
-            examples=examples,
-            batch_size=batch,
-            steps=steps,
-            sampling="cyclic-poisson",
+            epsilon=epsilon, delta=DELTA, examples=examples, batch_size=batch, steps=steps, sampling="cyclic-poisson"
         )
     )
     theirs, (coefficients, stddev) = timed(
@@ -61,12 +56,7 @@ def alone(steps: int, epochs: int, epsilon: float) -> dict[str, object]:
     examples = 64 * steps // epochs
     seconds, plan = timed(
         lambda: bandmf.plan(
-            epsilon=epsilon,
-            delta=DELTA,
-            examples=examples,
-            batch_size=64,
-            steps=steps,
-            sampling="cyclic-poisson",
+            epsilon=epsilon, delta=DELTA, examples=examples, batch_size=64, steps=steps, sampling="cyclic-poisson"
         )
     )
     by_bands = {candidate.bands: candidate for candidate in plan.candidates}

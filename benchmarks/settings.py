@@ -42,10 +42,7 @@ def clip_rows(images: datasets.Images) -> list[dict[str, object]]:
     plan = planned(images, 64, 10)
     return [
         {"clip norm": clip}
-        | {
-            f"rate = {rate:g} / clip norm": f"{accuracy(images, plan, rate / clip, clip):.1%}"
-            for rate in RATES
-        }
+        | {f"rate = {rate:g} / clip norm": f"{accuracy(images, plan, rate / clip, clip):.1%}" for rate in RATES}
         for clip in CLIP_NORMS
     ]
 

@@ -86,9 +86,7 @@ class Work:
         model = Transformer(*self.size).to(self.device)
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def train(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor
-    ) -> None:
+    def train(self, model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x.to(self.device)), y.to(self.device)).backward()
         optimizer.step()
@@ -104,9 +102,7 @@ class Work:
 
         model, optimizer = self.fresh()
         model = GradSampleModule(model)
-        optimizer = DPOptimizer(
-            optimizer, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=self.batch
-        )
+        optimizer = DPOptimizer(optimizer, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=self.batch)
         return lambda: self.train(model, optimizer, self.text[: self.batch], self.labels[: self.batch])
 
     def bandmf(self, bands: int) -> Callable[[], None]:

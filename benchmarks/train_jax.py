@@ -124,9 +124,7 @@ class Ours:
 
         steps, examples = 100_000, chosen.batch * chosen.bands * 10
         strategy = (
-            Identity(steps)
-            if chosen.bands == 1
-            else BandedToeplitz(1 / np.sqrt(np.arange(1, chosen.bands + 1)), steps)
+            Identity(steps) if chosen.bands == 1 else BandedToeplitz(1 / np.sqrt(np.arange(1, chosen.bands + 1)), steps)
         )
         plan = Plan(
             workload=workloads.prefix(steps), examples=examples, batch_size=chosen.batch, epsilon=math.inf, delta=1e-6,
@@ -195,9 +193,7 @@ def main() -> None:
             if repeat:
                 best[name] = min(best[name], (time.perf_counter() - begin) / count * 1e3)
     size = sum(leaf.size for leaf in jax.tree.leaves(kinds["bandmf"].weights))
-    print(
-        f"{size:,} parameters, batch {chosen.batch} x {LENGTH}, {chosen.bands} bands, {jax.devices()[0].device_kind}"
-    )
+    print(f"{size:,} parameters, batch {chosen.batch} x {LENGTH}, {chosen.bands} bands, {jax.devices()[0].device_kind}")
     for name, ms in best.items():
         print(f"{name:16} {ms:9.2f} ms {ms / best['not private']:6.2f} x not private")
 

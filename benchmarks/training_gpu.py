@@ -76,9 +76,7 @@ def time_verify(device: str, tiny: bool) -> dict[str, float]:
         verify(model, text_losses, data[:4]).refuse()
         seconds.append(_now(device) - begin)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    training = Training(
-        model, text_losses, optimizer, data, plan_of(12, len(data), batch), clip_norm=1.0, verify=False
-    )
+    training = Training(model, text_losses, optimizer, data, plan_of(12, len(data), batch), clip_norm=1.0, verify=False)
     for _ in range(4):
         training.advance()
     begin = _now(device)
@@ -195,10 +193,7 @@ def jax_steps() -> dict[str, Any]:
     ledger._fresh_run_id = lambda: "5a" * 16
     dice = np.random.default_rng(0)
     data = (dice.normal(size=(256, 8)).astype("float32"), dice.normal(size=256).astype("float32"))
-    first = {
-        "a": dice.normal(size=(8, 16)).astype("float32") / 3,
-        "b": dice.normal(size=16).astype("float32") / 4,
-    }
+    first = {"a": dice.normal(size=(8, 16)).astype("float32") / 3, "b": dice.normal(size=16).astype("float32") / 4}
 
     def loss(weights: Any, example: Any, key: Any) -> Any:
         x, y = example
@@ -207,9 +202,7 @@ def jax_steps() -> dict[str, Any]:
 
     found = {}
     for at_once in (1, 4):
-        training = Training(
-            loss, optax.adam(1e-2), data, plan_of(12, 256, 32), clip_norm=1.0, key=Key(bytes(32))
-        )
+        training = Training(loss, optax.adam(1e-2), data, plan_of(12, 256, 32), clip_norm=1.0, key=Key(bytes(32)))
         for state in training.steps(training.init(first), at_once=at_once):
             weights = jax.device_get(state.weights)
         assert training.finished
@@ -247,9 +240,7 @@ def jax_compile(tiny: bool) -> dict[str, Any]:
 
         ways = {
             "gradient": lambda mean=mean, some=some: jax.jit(jax.grad(mean))(weights, some),
-            "public_step": lambda update=update, some=some: jax.jit(update)(
-                weights, adam.init(weights), some
-            ),
+            "public_step": lambda update=update, some=some: jax.jit(update)(weights, adam.init(weights), some),
             "private_step": lambda own=training: next(own.steps(own.init(weights))).weights,
         }
         for name, way in ways.items():
@@ -264,9 +255,7 @@ def jax_compile(tiny: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -276,11 +265,7 @@ def main() -> None:
     if given.child is not None:
         train_for_kills(given.child, given.device, given.tiny)
         return
-    results: dict[str, Any] = {
-        "command": " ".join(sys.argv),
-        "torch": torch.__version__,
-        "device": given.device,
-    }
+    results: dict[str, Any] = {"command": " ".join(sys.argv), "torch": torch.__version__, "device": given.device}
     if given.device == "cuda":
         results["machine"] = torch.cuda.get_device_name()
     parts = {

@@ -25,15 +25,11 @@ arguments = parser.parse_args()
 
 accelerator = Accelerator(mixed_precision=arguments.mixed_precision)  # first: processes meet here
 images = datasets.digits()
-data = torch.utils.data.TensorDataset(
-    torch.from_numpy(images.train).flatten(1), torch.from_numpy(images.train_labels)
-)
+data = torch.utils.data.TensorDataset(torch.from_numpy(images.train).flatten(1), torch.from_numpy(images.train_labels))
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10)).to(accelerator.device)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.9)
-plan = bandmf.plan(
-    epsilon=arguments.epsilon, delta=1e-5, examples=len(data), batch_size=64, epochs=arguments.epochs
-)
+plan = bandmf.plan(epsilon=arguments.epsilon, delta=1e-5, examples=len(data), batch_size=64, epochs=arguments.epochs)
 schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=plan.steps)
 
 

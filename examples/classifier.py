@@ -33,11 +33,7 @@ def losses(model, batch):  # one for each example
 
 
 plan = bandmf.plan(
-    epsilon=arguments.epsilon,
-    delta=1e-5,
-    examples=len(data),
-    batch_size=arguments.batch_size,
-    epochs=arguments.epochs,
+    epsilon=arguments.epsilon, delta=1e-5, examples=len(data), batch_size=arguments.batch_size, epochs=arguments.epochs
 )
 training = bandmf.torch.Training(model, losses, optimizer, data, plan, clip_norm=1.0)
 for step in training:

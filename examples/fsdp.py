@@ -34,9 +34,7 @@ for layer in (model[0], model[2], model):
     fully_shard(layer)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.9)
 
-plan = bandmf.plan(
-    epsilon=arguments.epsilon, delta=1e-5, examples=len(data), batch_size=64, epochs=arguments.epochs
-)
+plan = bandmf.plan(epsilon=arguments.epsilon, delta=1e-5, examples=len(data), batch_size=64, epochs=arguments.epochs)
 
 
 def losses(model, batch):

@@ -61,7 +61,5 @@ after = float(jnp.mean(jax.vmap(loss, (None, 0))(state.weights, (x, y))))
 
 held = state.weights["in"]
 share = held.addressable_shards[0].data.nbytes / held.nbytes
-print(
-    f"{state.step} steps on {len(devices)} devices, each holds {share:.0%} of the history of {plan.bands} bands"
-)
+print(f"{state.step} steps on {len(devices)} devices, each holds {share:.0%} of the history of {plan.bands} bands")
 print(f"mean squared error {before:.3f} before, {after:.3f} after, epsilon={training.spent():.2f}")

@@ -69,9 +69,7 @@ for row, line in enumerate(lines):
 held_out = np.arange(len(lines)) % 10 == 0
 data = codes[~held_out]
 
-plan = bandmf.plan(
-    epsilon=arguments.epsilon, delta=1e-5, examples=len(data), batch_size=128, epochs=arguments.epochs
-)
+plan = bandmf.plan(epsilon=arguments.epsilon, delta=1e-5, examples=len(data), batch_size=128, epochs=arguments.epochs)
 structure, weights = nnx.split(Writer(arguments.width, arguments.layers, nnx.Rngs(0)), nnx.Param)
 
 
@@ -83,9 +81,7 @@ def loss(weights, line):
     return jnp.sum(each * counts) / jnp.sum(counts)
 
 
-training = Training(
-    loss, optax.adam(2e-3), data, plan, clip_norm=1.0, micro_batch=32, folder=arguments.folder
-)
+training = Training(loss, optax.adam(2e-3), data, plan, clip_norm=1.0, micro_batch=32, folder=arguments.folder)
 every = max(1, plan.steps // 10)
 for state in training.steps(training.init(weights)):  # goes on where the folder's run was
     if state.step % every == 0:

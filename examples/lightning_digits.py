@@ -55,15 +55,11 @@ class Digits(lightning.LightningModule):
 
 
 images = datasets.digits()
-data = torch.utils.data.TensorDataset(
-    torch.from_numpy(images.train).flatten(1), torch.from_numpy(images.train_labels)
-)
+data = torch.utils.data.TensorDataset(torch.from_numpy(images.train).flatten(1), torch.from_numpy(images.train_labels))
 held_out = torch.utils.data.TensorDataset(
     torch.from_numpy(images.test).flatten(1), torch.from_numpy(images.test_labels)
 )
-plan = bandmf.plan(
-    epsilon=arguments.epsilon, delta=1e-5, examples=len(data), batch_size=64, epochs=arguments.epochs
-)
+plan = bandmf.plan(epsilon=arguments.epsilon, delta=1e-5, examples=len(data), batch_size=64, epochs=arguments.epochs)
 
 torch.manual_seed(0)
 model = Digits(data, plan)

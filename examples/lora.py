@@ -55,9 +55,7 @@ def pretrained() -> nn.Module:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    print(
-        f"public text: cross-entropy of missing words {loss.item():.2f}, {torch.tensor(WORDS).log():.2f} by chance"
-    )
+    print(f"public text: cross-entropy of missing words {loss.item():.2f}, {torch.tensor(WORDS).log():.2f} by chance")
     return model.bert
 
 

@@ -126,13 +126,7 @@ figure
 
 # %%
 images = datasets.digits()
-budget = {
-    "epsilon": 4,
-    "delta": 1e-5,
-    "examples": len(images.train),
-    "batch_size": 16,
-    "epochs": 1 if SHORT else 4,
-}
+budget = {"epsilon": 4, "delta": 1e-5, "examples": len(images.train), "batch_size": 16, "epochs": 1 if SHORT else 4}
 dp_sgd = bandmf.plan(**budget, bands=1)
 plan = bandmf.plan(**budget, certify_seconds=10)
 print(plan.choice)

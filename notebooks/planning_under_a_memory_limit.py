@@ -41,13 +41,7 @@ SHORT = os.environ.get("BANDMF_NOTEBOOKS") == "short"  # for a quick check that 
 
 # %%
 PARAMETERS = 124_000_000
-budget = {
-    "epsilon": 4,
-    "delta": 1e-6,
-    "examples": 100_000,
-    "batch_size": 2500 if SHORT else 1000,
-    "epochs": 10,
-}
+budget = {"epsilon": 4, "delta": 1e-6, "examples": 100_000, "batch_size": 2500 if SHORT else 1000, "epochs": 10}
 certify = {"certify_seconds": 1.5 if SHORT else 10}  # the time for the proof that balls-in-bins needs
 print(f"one vector: {4 * PARAMETERS / 1e9:.3f} GB; on 8 devices: {4 * PARAMETERS / 8 / 1e9:.3f} GB each")
 
@@ -85,9 +79,7 @@ for candidate in unlimited.candidates:
 limited = bandmf.plan(**budget, parameters=PARAMETERS, sampling="cyclic-poisson", memory="1.5GB")
 row("at most 1.5 GB", limited)
 best = limited.best_without_memory_limit
-print(
-    f"with more memory: {best.name}, RMSE {best.rmse:.2f}; the limit costs {limited.rmse / best.rmse - 1:.1%}"
-)
+print(f"with more memory: {best.name}, RMSE {best.rmse:.2f}; the limit costs {limited.rmse / best.rmse - 1:.1%}")
 
 # %% [markdown]
 # The picture of a plan shows all candidates. What does not fit lies in the gray area.
@@ -133,8 +125,7 @@ row("banded inverse", inverse)
 # %%
 limits = (1, 4) if SHORT else (0.5, 1, 2, 4, 8)
 banded = [
-    bandmf.plan(**budget, parameters=PARAMETERS, sampling="cyclic-poisson", memory=f"{limit}GB")
-    for limit in limits
+    bandmf.plan(**budget, parameters=PARAMETERS, sampling="cyclic-poisson", memory=f"{limit}GB") for limit in limits
 ]
 figure = memory(
     {

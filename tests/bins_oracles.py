@@ -68,9 +68,7 @@ def two_position_deltas(K, epsilon):
             value = call(E - first, mean, rest)
         else:  # (k - w)+ = (w - k)+ - (w - k)
             strike = 1 / E - first
-            value = (
-                E * (call(strike, mean, rest) - math.exp(mean + rest**2 / 2) + strike) if strike > 0 else 0.0
-            )
+            value = E * (call(strike, mean, rest) - math.exp(mean + rest**2 / 2) + strike) if strike > 0 else 0.0
         return value * stats.norm.pdf(y)
 
     options = {"limit": 500, "epsabs": 1e-12, "epsrel": 1e-10}

@@ -40,9 +40,7 @@ def devices(count: int, **more: str) -> dict[str, str]:
 class Started:
     """`python ARGUMENTS`, begun in a fork of a process that has imported torch and JAX already (warm.py)."""
 
-    def __init__(
-        self, *arguments: str | Path, env: dict[str, str] | None = None, folder: Path | None = None
-    ) -> None:
+    def __init__(self, *arguments: str | Path, env: dict[str, str] | None = None, folder: Path | None = None) -> None:
         self.arguments = [str(argument) for argument in arguments]
         self.out, self.err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         self.status, status = os.pipe()
@@ -101,9 +99,7 @@ def free_port() -> int:
 def _warm() -> socket.socket:
     """Where to ask; it ends with this process."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    process = subprocess.Popen(
-        [sys.executable, HERE / "warm.py"], stdin=theirs, env=environment(JAX_PLATFORMS="cpu")
-    )
+    process = subprocess.Popen([sys.executable, HERE / "warm.py"], stdin=theirs, env=environment(JAX_PLATFORMS="cpu"))
     theirs.close()
 
     def end() -> None:

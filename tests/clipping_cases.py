@@ -111,17 +111,10 @@ class Block(nn.Module):
 
     def __init__(self, kind, batch_first, norm_first, stacked=False):
         super().__init__()
-        options = {
-            "dim_feedforward": 12,
-            "dropout": 0.0,
-            "batch_first": batch_first,
-            "norm_first": norm_first,
-        }
+        options = {"dim_feedforward": 12, "dropout": 0.0, "batch_first": batch_first, "norm_first": norm_first}
         self.block, self.batch_first = kind(8, 2, **options), batch_first
         if stacked:
-            self.block = nn.TransformerEncoder(
-                self.block, 2, norm=nn.LayerNorm(8), enable_nested_tensor=False
-            )
+            self.block = nn.TransformerEncoder(self.block, 2, norm=nn.LayerNorm(8), enable_nested_tensor=False)
 
     def forward(self, *inputs):
         if not self.batch_first:
@@ -410,9 +403,7 @@ CASES = {
         for first in (True, False)
         for norm in (True, False)
     },
-    "encoder of two layers": block(
-        nn.TransformerEncoderLayer, 1, batch_first=False, norm_first=False, stacked=True
-    ),
+    "encoder of two layers": block(nn.TransformerEncoderLayer, 1, batch_first=False, norm_first=False, stacked=True),
     "tied embedding": lambda: Case(Tied(), (tokens(5),)),
     "tied embedding with bias": lambda: Case(Tied(bias=True), (tokens(9),)),
     "tied embedding with padding": lambda: Case(Tied(padding_idx=3), (tokens(9),)),
@@ -424,9 +415,7 @@ CASES = {
     "linear with two parents": lambda: Case(InTwoPlaces(nn.Linear(6, 6)), (numbers(3, 6),)),
     "embedding with two parents": lambda: Case(InTwoPlaces(nn.Embedding(7, 6)), (tokens(5),)),
     "layer norm with two parents": lambda: Case(shaken(InTwoPlaces(nn.LayerNorm(6))), (numbers(3, 6),)),
-    "attention with two parents": lambda: Case(
-        InTwoPlaces(SelfAttention(batch_first=True)), (numbers(3, 8),)
-    ),
+    "attention with two parents": lambda: Case(InTwoPlaces(SelfAttention(batch_first=True)), (numbers(3, 8),)),
     "layer without a rule with two parents": lambda: Case(InTwoPlaces(Odd(6)), (numbers(3, 6),)),
     "layer norm also inside of a layer without a rule": lambda: Case(
         shaken(InTwoPlaces(nn.LayerNorm(6), Scaled)), (numbers(3, 6),)
@@ -477,13 +466,10 @@ class Weighted(Bags):
 
 
 CASES |= {
+    **{f"bags, {mode}": lambda mode=mode: Case(Bags(mode=mode), (tokens(6),)) for mode in ("sum", "mean", "max")},
     **{
-        f"bags, {mode}": lambda mode=mode: Case(Bags(mode=mode), (tokens(6),))
-        for mode in ("sum", "mean", "max")
-    },
-    **{
-        f"bags with offsets, {mode}, {'with' if last else 'without'} the end": lambda mode=mode, last=last: (
-            Case(Offsets(mode=mode, include_last_offset=last), (tokens(6),))
+        f"bags with offsets, {mode}, {'with' if last else 'without'} the end": lambda mode=mode, last=last: Case(
+            Offsets(mode=mode, include_last_offset=last), (tokens(6),)
         )
         for mode in ("sum", "mean")
         for last in (True, False)
@@ -500,9 +486,7 @@ CASES |= {
     "GRU": layer(lambda: Last(nn.GRU(6, 5, batch_first=True)), 4, 6),
     "RNN": layer(lambda: Last(nn.RNN(6, 5, batch_first=True)), 4, 6),
     "weight norm": layer(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 4)), 3, 6),
-    "weight norm of a convolution": layer(
-        lambda: nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 3, 2)), 4, 6
-    ),
+    "weight norm of a convolution": layer(lambda: nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 3, 2)), 4, 6),
     "a parameter of the model": lambda: Case(Scaled(nn.Linear(6, 6)), (numbers(3, 6),)),
 }
 

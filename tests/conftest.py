@@ -38,11 +38,7 @@ FIRST = (
 REFERENCE = Path(__file__).parent / "reference" / "values.json"
 
 settings.register_profile(
-    "bandmf",
-    deadline=None,
-    derandomize=True,
-    max_examples=40,
-    suppress_health_check=[HealthCheck.too_slow],
+    "bandmf", deadline=None, derandomize=True, max_examples=40, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("bandmf")
 

@@ -77,23 +77,11 @@ def family(name, n, size):
         return lambda x: banded(x, n, size), starts
     if name == "banded inverse":
         inverse = np.convolve(root, [1.0, -1.0])[1:size]
-        return lambda x: np.linalg.inv(toeplitz(np.append(1.0, x), n)), [
-            inverse,
-            0.5 * inverse,
-            np.zeros(size - 1),
-        ]
+        return lambda x: np.linalg.inv(toeplitz(np.append(1.0, x), n)), [inverse, 0.5 * inverse, np.zeros(size - 1)]
     if name == "lti":
-        return lambda x: toeplitz(root * (1 - np.exp(-np.exp(x[0]))) ** np.arange(n), n), [
-            [0.0],
-            [2.0],
-            [4.0],
-        ]
+        return lambda x: toeplitz(root * (1 - np.exp(-np.exp(x[0]))) ** np.arange(n), n), [[0.0], [2.0], [4.0]]
     if name == "inverse plus constant":
-        return lambda x: normalized(toeplitz(1 / np.arange(1, size + 1) + np.exp(x[0]), n)), [
-            [-3.0],
-            [0.0],
-            [3.0],
-        ]
+        return lambda x: normalized(toeplitz(1 / np.arange(1, size + 1) + np.exp(x[0]), n)), [[-3.0], [0.0], [3.0]]
     assert name == "blt"
     return lambda x: blt(x, n), [np.log(np.full(2 * size, gap)) for gap in (0.3, 1.0, 2.0)]
 
@@ -121,13 +109,7 @@ def best(name, n, size, A, objective="mean", patterns=None, tries=4, seed=0):
             for _ in range(2):
                 x = minimize(value, x, method="BFGS", options={"gtol": 1e-9, "maxiter": 400}).x
                 if len(x) <= 8:
-                    options = {
-                        "xatol": 1e-10,
-                        "fatol": 1e-13,
-                        "maxiter": 3000,
-                        "maxfev": 3000,
-                        "adaptive": True,
-                    }
+                    options = {"xatol": 1e-10, "fatol": 1e-13, "maxiter": 3000, "maxfev": 3000, "adaptive": True}
                     x = minimize(value, x, method="Nelder-Mead", options=options).x
         results.append((value(x), tuple(x)))
     lowest, x = min(results)

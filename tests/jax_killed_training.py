@@ -114,9 +114,7 @@ def by_signal(folder, number):
     process = child(lambda: run(folder, "killed", sends))
     status = os.waitpid(process, 0)[1]
     killed = os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 1
-    process = child(
-        lambda: run(folder, "killed", lambda step: seen.exists() or seen.write_text(str(step - 1)))
-    )
+    process = child(lambda: run(folder, "killed", lambda step: seen.exists() or seen.write_text(str(step - 1))))
     assert os.waitpid(process, 0)[1] == 0
     return {"killed": killed, "step": int(seen.read_text())}
 

@@ -38,9 +38,7 @@ def the_plan(**more):
 
 def data():
     dice = np.random.default_rng(0)
-    return dice.normal(size=(EXAMPLES, 8)).astype(np.float32), dice.normal(size=(EXAMPLES, 2)).astype(
-        np.float32
-    )
+    return dice.normal(size=(EXAMPLES, 8)).astype(np.float32), dice.normal(size=(EXAMPLES, 2)).astype(np.float32)
 
 
 def first_weights():
@@ -197,9 +195,7 @@ class Changed:
 def data_sets_over_devices(rows):
     """Rows that are cut over devices are those of one device, random changes too."""
     key, some = Key(bytes(32)), np.arange(3, 20)
-    alone, cut = (
-        Source(Changed(), the_plan(), 24, sharding).rows([some], 5, key) for sharding in (None, rows)
-    )
+    alone, cut = (Source(Changed(), the_plan(), 24, sharding).rows([some], 5, key) for sharding in (None, rows))
     np.testing.assert_array_equal(alone.places, cut.places)
     held = np.asarray(alone.places) >= 0  # the others are some example or other
     assert held.sum() == len(some)

@@ -27,9 +27,7 @@ def plan(**more):
 
 def data(examples=EXAMPLES):
     dice = np.random.default_rng(0)
-    return dice.normal(size=(examples, 5)).astype(np.float32), dice.normal(size=(examples, 1)).astype(
-        np.float32
-    )
+    return dice.normal(size=(examples, 5)).astype(np.float32), dice.normal(size=(examples, 1)).astype(np.float32)
 
 
 def first_weights():

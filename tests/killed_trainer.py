@@ -72,8 +72,7 @@ def run(folder, callbacks):
     # Epsilon is that of all released steps: a killed run may have released more of them by then.
     others = ("runtime", "per_second", "epsilon")
     history = [
-        {name: value for name, value in line.items() if not name.endswith(others)}
-        for line in trainer.state.log_history
+        {name: value for name, value in line.items() if not name.endswith(others)} for line in trainer.state.log_history
     ]
     end = {"weights": weights(trainer.model).tolist(), "steps": trainer.state.global_step, "history": history}
     end["epsilon"] = trainer.spent()

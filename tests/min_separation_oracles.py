@@ -81,6 +81,5 @@ def two_step_deltas(C, sigma, probability, epsilon):
 
     options = {"limit": 500, "epsabs": 1e-12, "epsrel": 1e-10}
     return tuple(
-        integrate.quad(given, -12, 14, args=(direction,), points=[0.0], **options)[0]
-        for direction in ("remove", "add")
+        integrate.quad(given, -12, 14, args=(direction,), points=[0.0], **options)[0] for direction in ("remove", "add")
     )

@@ -13,9 +13,7 @@ from bandmf.native.loading import library
 from bandmf.native.sources import FOLDER
 
 COMPILER = shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
-needs_library = pytest.mark.skipif(
-    library() is None, reason="the native library is not built or switched off"
-)
+needs_library = pytest.mark.skipif(library() is None, reason="the native library is not built or switched off")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
 
 

@@ -89,9 +89,7 @@ def found(case: Case, mode: str = "bookkeeping", clip_norm: float = 1.0, per_lay
     def losses(model, batch):
         return case.losses(model, *batch)
 
-    clipping.learn(
-        losses, lambda: [(tuple(x[:1].repeat_interleave(n, 0) for x in case.inputs), n) for n in (2, 3)]
-    )
+    clipping.learn(losses, lambda: [(tuple(x[:1].repeat_interleave(n, 0) for x in case.inputs), n) for n in (2, 3)])
     clipping.add_to(sums, losses, case.inputs, case.rows, case.rows)
     ((small, terms),) = seen
     with torch.no_grad():

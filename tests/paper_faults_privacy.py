@@ -51,9 +51,7 @@ FAULTS: dict[str, Callable[[Table], Table]] = {
     "gain-grows-with-steps": scaled("rmse", 0.95, **BLT, steps=32768),
     "gain-25-percent-at-100000-steps": scaled("rmse", 0.87, **BLT, steps=100_000),
     "gain-greatest-with-few-epochs": scaled("rmse", 0.75, bands=8, steps=8192, epochs=64),
-    "amplified-best-at-other-sizes": scaled(
-        "rmse", 0.99, mechanism="BandMF", bands=1, steps=8192, epochs=256
-    ),
+    "amplified-best-at-other-sizes": scaled("rmse", 0.99, mechanism="BandMF", bands=1, steps=8192, epochs=256),
     # federated
     "heuristic-below-blt": scaled("rmse", 1.01, strategy="BandToep + heuristic", separation=200),
     "heuristic-loses-near-400": scaled("rmse", 0.97, strategy="BandToep + heuristic", separation=400),

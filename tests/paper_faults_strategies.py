@@ -22,8 +22,7 @@ def moved(column: str, move: Callable[[Any], Any], /, **wanted: Any) -> Fault:
         chosen = [all(row.get(name) == value for name, value in wanted.items()) for row in table]
         assert any(chosen), f"no row with {wanted}"
         return Table(
-            {**row, column: move(row[column])} if hit else dict(row)
-            for row, hit in zip(table, chosen, strict=True)
+            {**row, column: move(row[column])} if hit else dict(row) for row, hit in zip(table, chosen, strict=True)
         )
 
     return fault
@@ -32,9 +31,7 @@ def moved(column: str, move: Callable[[Any], Any], /, **wanted: Any) -> Fault:
 def _gpu_as_fast(table: Table) -> Table:
     """Rows of a GPU that is as fast as the CPU; those recorded are left out."""
     rows = table.where(family="Toeplitz", machine="CPU")
-    return Table(
-        [*(row for row in table if row["machine"] != "H200"), *({**row, "machine": "H200"} for row in rows)]
-    )
+    return Table([*(row for row in table if row["machine"] != "H200"), *({**row, "machine": "H200"} for row in rows)])
 
 
 def _slower_gradient(table: Table) -> Table:
@@ -66,9 +63,7 @@ FAULTS: dict[str, Fault] = {
     "root-quarter": scaled("rmse", 1.01, family="banded square root", steps=10**7, bands=16),
     "toeplitz-near": scaled("rmse", 1.01, family="Toeplitz, columns normalized", steps=256, bands=64),
     "toeplitz-trend": scaled("rmse", 1.005, family="Toeplitz, columns normalized", steps=16384, bands=8),
-    "toeplitz-quarter-percent": scaled(
-        "rmse", 0.9998, family="Toeplitz, columns normalized", steps=16384, bands=32
-    ),
+    "toeplitz-quarter-percent": scaled("rmse", 0.9998, family="Toeplitz, columns normalized", steps=16384, bands=32),
     # time
     "time-explicit": scaled("both_seconds", 30, family="explicit"),
     "time-banded": scaled("both_seconds", 1000, family="general banded"),

@@ -11,8 +11,7 @@ from bandmf.paper.training.machines import rows_of
 def change(table: Table, picked: Callable[[Row], bool], **news: Callable[[Row], object]) -> Table:
     """A copy in which the picked rows have new values."""
     return Table(
-        {**row, **{name: new(row) for name, new in news.items()}} if picked(row) else dict(row)
-        for row in table
+        {**row, **{name: new(row) for name, new in news.items()}} if picked(row) else dict(row) for row in table
     )
 
 
@@ -27,9 +26,7 @@ def alike(table: Table, name: str, other: str, optimizer: str, more: float) -> T
         return lambda row: losses[row["seed"], row["rmse"], row["learning_rate"]][loss] + more
 
     picked = lambda row: row["strategy"] == name and row["optimizer"] == optimizer  # noqa: E731
-    return change(
-        table, picked, validation_loss=taken("validation_loss"), evaluation_loss=taken("evaluation_loss")
-    )
+    return change(table, picked, validation_loss=taken("validation_loss"), evaluation_loss=taken("evaluation_loss"))
 
 
 def noise_slower_than_a_small_batch(table: Table) -> Table:
@@ -65,9 +62,7 @@ def blt_like_many_bands(table: Table) -> Table:
 
 def larger_max_errors(table: Table) -> Table:
     """The max error of strategies with many bands is 1.8 times their RMSE (1 band: 1.4; in truth they have 1.1)."""
-    return change(
-        table, lambda row: row["strategy"] in ("512 bands", "BLT"), max_error=lambda row: 1.8 * row["rmse"]
-    )
+    return change(table, lambda row: row["strategy"] in ("512 bands", "BLT"), max_error=lambda row: 1.8 * row["rmse"])
 
 
 FAULTS: dict[str, Callable[[Table], Table]] = {

@@ -48,15 +48,7 @@ def trained(kind):
     data = torch.utils.data.TensorDataset(tokens)
     with same_run():
         training = Training(
-            model,
-            losses,
-            optimizer,
-            data,
-            PLAN,
-            clip_norm=0.5,
-            key=Key(bytes(32)),
-            micro_batch=3,
-            verify=False,
+            model, losses, optimizer, data, PLAN, clip_norm=0.5, key=Key(bytes(32)), micro_batch=3, verify=False
         )
     return weights(train(training).model)
 

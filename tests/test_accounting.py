@@ -43,9 +43,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 # Oracles: three ways to epsilon that share nothing with the module ----------------------------------------
 
 
-def accountant_epsilon(
-    sigma: float, delta: float, q: float, rounds: int, relation: str = "ADD_OR_REMOVE_ONE"
-) -> float:
+def accountant_epsilon(sigma: float, delta: float, q: float, rounds: int, relation: str = "ADD_OR_REMOVE_ONE") -> float:
     """dp_accounting as its documentation says, all defaults."""
     release = dp_accounting.GaussianDpEvent(sigma)
     event = release if q == 1 else dp_accounting.PoissonSampledDpEvent(q, release)
@@ -72,9 +70,7 @@ def true_delta(sigma: float, epsilon: float, q: float, rounds: int) -> float:
         without, with_it = np.outer(without, without), np.outer(with_it, with_it)
     cell = (x[1] - x[0]) ** rounds
     ratio = math.exp(epsilon)
-    return cell * max(
-        np.maximum(with_it - ratio * without, 0).sum(), np.maximum(without - ratio * with_it, 0).sum()
-    )
+    return cell * max(np.maximum(with_it - ratio * without, 0).sum(), np.maximum(without - ratio * with_it, 0).sum())
 
 
 # Round towards privacy ------------------------------------------------------------------------------------
@@ -98,9 +94,7 @@ def test_the_returned_sigma_meets_the_budget_and_is_tight(
 
 
 @settings(max_examples=6, deadline=None)
-@given(
-    target=st.floats(0.5, 8), log_delta=st.floats(-9, -4), q=st.floats(0.01, 0.5), rounds=st.integers(2, 400)
-)
+@given(target=st.floats(0.5, 8), log_delta=st.floats(-9, -4), q=st.floats(0.01, 0.5), rounds=st.integers(2, 400))
 def test_dp_accounting_with_its_own_defaults_never_reports_more(
     target: float, log_delta: float, q: float, rounds: int
 ) -> None:
@@ -111,9 +105,7 @@ def test_dp_accounting_with_its_own_defaults_never_reports_more(
 @pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize("q", [0.1, 0.5, 1.0])
 @pytest.mark.parametrize("target", [0.5, 2.0, 6.0])
-def test_the_budget_holds_by_the_definition_of_differential_privacy(
-    target: float, q: float, rounds: int
-) -> None:
+def test_the_budget_holds_by_the_definition_of_differential_privacy(target: float, q: float, rounds: int) -> None:
     sigma = accounting.noise_multiplier(target, 1e-4, q, rounds)
     assert 0.998e-4 <= true_delta(sigma, target, q, rounds) <= 1e-4 * (1 + 1e-9)
 
@@ -126,9 +118,7 @@ def test_a_sigma_barely_smaller_than_the_returned_one_breaks_the_budget() -> Non
 def test_rounding_errors_of_the_accountant_are_taken_off_delta(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     get_epsilon = pld.PLDAccountant.get_epsilon
-    monkeypatch.setattr(
-        pld.PLDAccountant, "get_epsilon", lambda self, d: seen.append(d) or get_epsilon(self, d)
-    )
+    monkeypatch.setattr(pld.PLDAccountant, "get_epsilon", lambda self, d: seen.append(d) or get_epsilon(self, d))
     accounting.epsilon(2.0, 1e-9, 0.01, 1000)
     accounting.epsilon(200.0, 1e-9, 1.0, 1000)
     assert seen == [1e-9 - 1000 * 2**-52, 1e-9 - 2**-52]
@@ -165,17 +155,13 @@ def test_one_band_has_the_sigma_of_dp_sgd_calibrated_by_dp_accounting() -> None:
 
 @pytest.mark.parametrize("rounds", [1, 8, 1000, 10**8])
 @pytest.mark.parametrize("target", [0.01, 1.0, 16.0, 150.0])
-def test_without_sampling_k_rounds_are_k_compositions_of_the_gaussian_mechanism(
-    target: float, rounds: int
-) -> None:
+def test_without_sampling_k_rounds_are_k_compositions_of_the_gaussian_mechanism(target: float, rounds: int) -> None:
     sigma = accounting.noise_multiplier(target, 1e-8, 1.0, rounds)
     truth = gaussian_epsilon(sigma / math.sqrt(rounds), 1e-8)
     assert target * (1 - 2e-4) <= truth <= target
 
 
-@pytest.mark.parametrize(
-    ("sigma", "slack"), [(0.08, 1e-4), (0.5, 1e-4), (1.0, 1e-4), (20.0, 1e-4), (1e4, 0.03)]
-)
+@pytest.mark.parametrize(("sigma", "slack"), [(0.08, 1e-4), (0.5, 1e-4), (1.0, 1e-4), (20.0, 1e-4), (1e4, 0.03)])
 def test_epsilon_of_one_release_is_the_analytic_gaussian(sigma: float, slack: float) -> None:
     truth = gaussian_epsilon(sigma, 1e-6)
     assert truth * (1 - 1e-9) <= accounting.epsilon(sigma, 1e-6, 1.0, 1) <= truth * (1 + slack)
@@ -218,9 +204,7 @@ def test_zero_out_costs_what_add_remove_costs(q: float) -> None:
 
 
 def test_replace_costs_more_and_without_sampling_twice_the_noise() -> None:
-    assert accounting.epsilon(1.5, 1e-6, 0.05, 50, adjacency="replace") > accounting.epsilon(
-        1.5, 1e-6, 0.05, 50
-    )
+    assert accounting.epsilon(1.5, 1e-6, 0.05, 50, adjacency="replace") > accounting.epsilon(1.5, 1e-6, 0.05, 50)
     assert accounting.epsilon(3.0, 1e-6, 0.05, 50, adjacency="replace") == pytest.approx(
         accountant_epsilon(3.0, 1e-6, 0.05, 50, "REPLACE_ONE"), rel=1e-4
     )
@@ -230,20 +214,14 @@ def test_replace_costs_more_and_without_sampling_twice_the_noise() -> None:
 
 def test_a_cap_on_the_batch_costs_at_least_as_much_as_plain_sampling() -> None:
     plain = accounting.epsilon(1.2, 1e-6, 0.05, 40)
-    capped = [
-        accounting.epsilon(1.2, 1e-6, 0.05, 40, max_batch_size=cap, examples=1000) for cap in (50, 65, 80)
-    ]
+    capped = [accounting.epsilon(1.2, 1e-6, 0.05, 40, max_batch_size=cap, examples=1000) for cap in (50, 65, 80)]
     assert increasing([plain * (1 - 1e-4), *reversed(capped)])
     assert accounting.epsilon(1.2, 1e-6, 0.05, 40, max_batch_size=1001, examples=1000) == plain
 
 
 @pytest.mark.parametrize("adjacency", accounting.ADJACENCIES)
 def test_a_capped_batch_is_dp_accountings_truncated_event(adjacency: str) -> None:
-    relation = {
-        "add-remove": "ADD_OR_REMOVE_ONE",
-        "zero-out": "REPLACE_SPECIAL",
-        "replace": "REPLACE_ONE",
-    }
+    relation = {"add-remove": "ADD_OR_REMOVE_ONE", "zero-out": "REPLACE_SPECIAL", "replace": "REPLACE_ONE"}
     larger = 1001 if adjacency == "add-remove" else 1000  # of two neighbors
     event = dp_accounting.dp_event.TruncatedSubsampledGaussianDpEvent(
         dataset_size=larger, sampling_probability=0.05, truncated_batch_size=60, noise_multiplier=4.0
@@ -252,9 +230,7 @@ def test_a_capped_batch_is_dp_accountings_truncated_event(adjacency: str) -> Non
     theirs = accountant.compose(event, 40).get_epsilon(1e-6)
     ours = accounting.epsilon(4.0, 1e-6, 0.05, 40, adjacency=adjacency, max_batch_size=60, examples=1000)
     assert theirs * (1 - 1e-9) <= ours <= theirs * (1 + 2e-4)
-    sigma = accounting.noise_multiplier(
-        0.5, 1e-6, 0.05, 40, adjacency=adjacency, max_batch_size=60, examples=1000
-    )
+    sigma = accounting.noise_multiplier(0.5, 1e-6, 0.05, 40, adjacency=adjacency, max_batch_size=60, examples=1000)
     spent = accounting.epsilon(sigma, 1e-6, 0.05, 40, adjacency=adjacency, max_batch_size=60, examples=1000)
     assert 0.5 * (1 - 2e-4) <= spent <= 0.5
 
@@ -281,9 +257,7 @@ def test_a_mispaired_sampling_probability_is_caught() -> None:
 
 
 @pytest.mark.parametrize("factor", spread([0.5, 0.99, 1.5, 2.0], 2))
-def test_a_wrong_estimate_costs_time_but_never_privacy(
-    factor: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_estimate_costs_time_but_never_privacy(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     estimate = accounting.estimate._estimate
     monkeypatch.setattr(accounting.estimate, "_estimate", lambda *arguments: factor * estimate(*arguments))
     sigma = accounting.noise_multiplier(2.0, 1e-6, 0.1, 100)
@@ -293,12 +267,8 @@ def test_a_wrong_estimate_costs_time_but_never_privacy(
 # Fast -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("target", "q", "rounds"), [(1, 1 / 256, 2048), (8, 1 / 16, 128), (16, 1, 8), (0.5, 0.5, 16)]
-)
-def test_two_verdicts_of_the_accountant_are_enough(
-    target: float, q: float, rounds: int, calls: list[float]
-) -> None:
+@pytest.mark.parametrize(("target", "q", "rounds"), [(1, 1 / 256, 2048), (8, 1 / 16, 128), (16, 1, 8), (0.5, 0.5, 16)])
+def test_two_verdicts_of_the_accountant_are_enough(target: float, q: float, rounds: int, calls: list[float]) -> None:
     accounting.noise_multiplier(target, 1e-8, q, rounds)
     assert len(calls) <= 2
 

@@ -54,17 +54,7 @@ ORDER = [
     "__main__",
 ]
 OPTIONAL = {
-    *(
-        "torch",
-        "triton",
-        "transformers",
-        "accelerate",
-        "jax",
-        "optax",
-        "orbax",
-        "jax_triton",
-        "jax_privacy",
-    ),
+    *("torch", "triton", "transformers", "accelerate", "jax", "optax", "orbax", "jax_triton", "jax_privacy"),
     *("joblib", "dask", "matplotlib", "streamlit", "altair"),
 }
 NEED_OPTIONAL = {"native", "torch", "jax", "demo", "plots", "paper", "web", "cli", "planning.sweep"}
@@ -102,8 +92,7 @@ def imports(text, at_run_time):
 def imported(text, modules, at_run_time=False):
     """What a file imports: modules of bandmf by their own name, others as they are written."""
     return {
-        longer if (longer := f"{module}.{name}") in modules else module
-        for module, name in imports(text, at_run_time)
+        longer if (longer := f"{module}.{name}") in modules else module for module, name in imports(text, at_run_time)
     }
 
 
@@ -125,9 +114,7 @@ def layer(module):
 def violations(files):
     """One sentence for each import that goes against the list."""
     known = {module: text for module, text in files.items() if layer(module) in ORDER}
-    found = [
-        f"{module} has no place in the architecture's list" for module in sorted(set(files) - set(known))
-    ]
+    found = [f"{module} has no place in the architecture's list" for module in sorted(set(files) - set(known))]
     graph = {module: imported(text, files) for module, text in known.items()}
     for module, targets in graph.items():
         above = ORDER[: ORDER.index(layer(module)) + 1]
@@ -193,9 +180,7 @@ def test_a_planted_import_against_the_direction_is_caught(module, line, complain
 
 
 def test_no_file_is_long_and_no_folder_crowded():
-    long = {
-        path.name: lines for path in sources() if (lines := len(path.read_text().splitlines())) > LONGEST_FILE
-    }
+    long = {path.name: lines for path in sources() if (lines := len(path.read_text().splitlines())) > LONGEST_FILE}
     crowded = {
         folder.name: count
         for folder in {path.parent for path in SOURCE.rglob("*.py")}
@@ -206,9 +191,7 @@ def test_no_file_is_long_and_no_folder_crowded():
 
 def test_the_order_in_the_documents_is_the_one_that_is_enforced():
     rooms = [
-        room
-        for room in ORDER
-        if (path := SOURCE / room.replace(".", "/")).is_dir() or path.with_suffix(".py").exists()
+        room for room in ORDER if (path := SOURCE / room.replace(".", "/")).is_dir() or path.with_suffix(".py").exists()
     ]
     for page in ("docs/architecture.md", "CONTRIBUTING.md"):
         text = (SOURCE.parents[1] / page).read_text()
@@ -229,17 +212,7 @@ def test_the_page_on_architecture_names_every_file_and_no_other():
     assert listed <= set(files)
     python = {name: path for name, path in files.items() if name.endswith(".py")}
     only_words = {name for name, path in python.items() if len(ast.parse(path.read_text()).body) == 1}
-    exports = {
-        "optimize",
-        "strategies",
-        "noise",
-        "planning",
-        "torch",
-        "torch/clipping",
-        "jax",
-        "jax/clipping",
-        "cli",
-    }
+    exports = {"optimize", "strategies", "noise", "planning", "torch", "torch/clipping", "jax", "jax/clipping", "cli"}
     assert set(files) - listed == only_words | {f"{folder}/__init__.py" for folder in exports}
 
 
@@ -248,19 +221,14 @@ def test_the_public_names_are_one_table():
     for_type_checkers = {
         alias.name for node in ast.walk(ast.parse(dedent(block))) for alias in getattr(node, "names", ())
     }
-    assert for_type_checkers == set(bandmf.__all__) - {
-        "torch",
-        "jax",
-    }  # these would be loaded with their extras
+    assert for_type_checkers == set(bandmf.__all__) - {"torch", "jax"}  # these would be loaded with their extras
     assert set(dir(bandmf)) == {*bandmf.__all__, "__version__"}
     assert all(getattr(bandmf, name) is not None for name in bandmf.__all__)
 
 
 def test_importing_bandmf_loads_neither_torch_nor_jax_nor_matplotlib():
     program = f"import bandmf, sys; print(*sorted({OPTIONAL!r} & set(sys.modules)))"
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
-    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout.split() == []
 
 
@@ -275,9 +243,7 @@ def found_in_torch():
         "        os._exit(0)\n"
         "    os.wait()"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
-    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     return dict(line.split() for line in result.stdout.splitlines())
 
 
@@ -296,7 +262,5 @@ def test_the_core_computes_without_torch_jax_or_matplotlib():
         "sensitivities.sensitivity(solution.strategy, participation.MinSeparation(2, 3))\n"
         f"print(*sorted({OPTIONAL!r} & set(sys.modules)))"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
-    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout.split() == []

@@ -227,10 +227,7 @@ def test_steps_outside_the_plan_are_refused(step):
         ({"cycle": 0}, r"cycle=0: must be a whole number between 1 and 8 \(steps=8\)"),
         ({"cycle": 9}, r"cycle=9: must be a whole number between 1 and 8 \(steps=8\)"),
         ({"cycle": 2.5}, "cycle=2.5"),
-        (
-            {"steps": 2**62, "cycle": 2**62},
-            "cycle=4611686018427387904: must be a whole number between 1 and 9223",
-        ),
+        ({"steps": 2**62, "cycle": 2**62}, "cycle=4611686018427387904: must be a whole number between 1 and 9223"),
     ],
 )
 def test_numbers_out_of_range_are_refused(change, message):

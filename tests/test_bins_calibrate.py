@@ -114,13 +114,9 @@ def test_a_curve_that_meets_delta_nowhere_gets_one_sentence():
         approach(lambda sigma: (1e-3, None), 2.0, 1e-8)
 
 
-@pytest.mark.parametrize(
-    ("epsilon", "delta", "sigma"), [(8.0, 1e-12, 2.44), (50.0, 1e-9, 0.556), (50.0, 1e-12, 0.608)]
-)
+@pytest.mark.parametrize(("epsilon", "delta", "sigma"), [(8.0, 1e-12, 2.44), (50.0, 1e-9, 0.556), (50.0, 1e-12, 0.608)])
 def test_extreme_budgets_have_a_sigma(epsilon, delta, sigma):
-    found = estimate(
-        gram_matrix(banded_inverse_square_root(80, 16), 20), epsilon, delta, samples=2**12, seed=1
-    )
+    found = estimate(gram_matrix(banded_inverse_square_root(80, 16), 20), epsilon, delta, samples=2**12, seed=1)
     assert found.sigma == pytest.approx(sigma, rel=0.02)
     assert found.relative_standard_error < 0.01
 
@@ -144,9 +140,7 @@ def test_the_posterior_is_the_derivative_of_delta():
         """d delta / d K_ij, both K_ij and K_ji moved."""
         step = np.zeros((2, 2))
         step[i, j] = step[j, i] = h
-        return (two_position_deltas(K + step, epsilon)[0] - two_position_deltas(K - step, epsilon)[0]) / (
-            2 * h
-        )
+        return (two_position_deltas(K + step, epsilon)[0] - two_position_deltas(K - step, epsilon)[0]) / (2 * h)
 
     slopes = np.array([slope(0, 0), slope(1, 1), slope(0, 1)])
     sampled = np.array([T[0, 0], T[1, 1], T[0, 1] + T[1, 0]])

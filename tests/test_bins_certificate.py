@@ -110,9 +110,7 @@ def test_the_upper_bound_is_the_empirical_bernstein_bound():
     samples = np.random.default_rng(0).random(50)
     sums = Sums(50, samples.sum(), np.square(samples).sum(), samples.max())
     log_term = math.log(2 / 0.01)
-    expected = (
-        samples.mean() + math.sqrt(2 * samples.var(ddof=1) * log_term / 50) + 7 * 3 * log_term / (3 * 49)
-    )
+    expected = samples.mean() + math.sqrt(2 * samples.var(ddof=1) * log_term / 50) + 7 * 3 * log_term / (3 * 49)
     assert upper_bound(sums, 3.0, 0.01) == pytest.approx(expected, rel=1e-12)
 
 
@@ -166,14 +164,7 @@ def test_seconds_instead_of_samples():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("sigma", 0.0),
-        ("sigma", math.nan),
-        ("epsilon", -1.0),
-        ("epsilon", math.inf),
-        ("delta", 0.0),
-        ("delta", 1.0),
-    ],
+    [("sigma", 0.0), ("sigma", math.nan), ("epsilon", -1.0), ("epsilon", math.inf), ("delta", 0.0), ("delta", 1.0)],
 )
 def test_nonsense_is_refused(name, value):
     given = {"sigma": 2.7, "epsilon": 4.0, "delta": 1e-3, name: value}
@@ -250,14 +241,7 @@ def test_certificates_survive_json():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("power", 0.5),
-        ("remove", math.nan),
-        ("samples", 1),
-        ("failure", 1e-2),
-        ("gram_marks", [1.0]),
-        ("seed", "x"),
-    ],
+    [("power", 0.5), ("remove", math.nan), ("samples", 1), ("failure", 1e-2), ("gram_marks", [1.0]), ("seed", "x")],
 )
 def test_a_certificate_of_impossible_form_is_not_read(name, value):
     with pytest.raises(ValueError, match=name):

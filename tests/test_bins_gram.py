@@ -63,10 +63,7 @@ def test_the_entries_dominate_exact_arithmetic_for_a_banded_inverse():
     for t in range(n):
         past = sum(Fraction(r[i]) * exact[t - i] for i in range(1, min(t, 3) + 1))
         exact.append((Fraction(int(t == 0)) - past) / Fraction(r[0]))
-    m = [
-        [sum(abs(exact[i - j]) for j in range(start, i + 1, cycle)) for i in range(n)]
-        for start in range(cycle)
-    ]
+    m = [[sum(abs(exact[i - j]) for j in range(start, i + 1, cycle)) for i in range(n)] for start in range(cycle)]
     gram = gram_matrix(BandedInverse(r, n), cycle)
     for i in range(cycle):
         for j in range(cycle):

@@ -136,12 +136,7 @@ def test_different_chains_agree_on_many_positions():
 
 
 @given(
-    st.integers(0, 10**6),
-    st.integers(1, 6),
-    st.floats(1, 3),
-    st.integers(1, 5),
-    st.floats(0.1, 8),
-    st.floats(0.3, 4),
+    st.integers(0, 10**6), st.integers(1, 6), st.floats(1, 3), st.integers(1, 5), st.floats(0.1, 8), st.floats(0.3, 4)
 )
 def test_no_weight_is_above_its_bound(seed, b, power, length, epsilon, scale):
     """At sampled outputs, and at outputs and chains chosen to come close to the bound."""

@@ -36,14 +36,10 @@ def test_the_closed_forms_are_the_sums_over_all_steps():
     assert_allclose(per_step_error(STRATEGY), errors, rtol=1e-10)
 
 
-@pytest.mark.parametrize(
-    "participation", [MinSeparation(7, 600), MinSeparation(100, 77), FixedEpochs(50)], ids=str
-)
+@pytest.mark.parametrize("participation", [MinSeparation(7, 600), MinSeparation(100, 77), FixedEpochs(50)], ids=str)
 def test_the_closed_sensitivity_is_that_of_evenly_spaced_columns(participation):
     n, c = STRATEGY.steps, first_column(STRATEGY)
-    separation = (
-        participation.separation(n) if isinstance(participation, FixedEpochs) else participation.separation
-    )
+    separation = participation.separation(n) if isinstance(participation, FixedEpochs) else participation.separation
     count = n // separation if isinstance(participation, FixedEpochs) else participation.count(n)
     total = np.zeros(n)
     for m in range(count):
@@ -58,9 +54,7 @@ def test_a_hundred_million_steps_cost_nothing():
     assert 1 < bandmf.sensitivity(strategy) < 10
     assert certified_sensitivity(strategy, MinSeparation(100, 10**6)).exact
     assert bandmf.rmse(strategy) < bandmf.max_error(strategy)
-    assert mean_squared_error(strategy, workload=workloads.momentum(10**8, 0.9)) > mean_squared_error(
-        strategy
-    )
+    assert mean_squared_error(strategy, workload=workloads.momentum(10**8, 0.9)) > mean_squared_error(strategy)
 
 
 def test_geometric_sums_are_right_where_they_are_nearly_arithmetic_too():
@@ -79,9 +73,7 @@ def test_the_loss_is_the_error_of_the_strategy_and_its_gradient_is_right(largest
     strategy = BufferedToeplitz(omega, 1 - a, 500)
     measure = bandmf.max_error if largest else bandmf.rmse
     value, gradient = loss(x)
-    assert math.exp(value / 2) == pytest.approx(
-        measure(strategy, participation=MinSeparation(4, 120)), rel=1e-11
-    )
+    assert math.exp(value / 2) == pytest.approx(measure(strategy, participation=MinSeparation(4, 120)), rel=1e-11)
     assert_allclose(gradient, slope(lambda y: loss(y)[0], x), atol=1e-9)
     with pytest.raises(AssertionError):  # planted: a factor of 3/2
         assert_allclose(1.5 * gradient, slope(lambda y: loss(y)[0], x), atol=1e-9)
@@ -114,9 +106,7 @@ def test_more_buffers_are_never_worse_and_none_is_used_for_nothing():
 def test_nothing_near_the_solution_is_better(participation, objective):
     solution = optimize.buffered_toeplitz(400, 2, participation=participation, objective=objective)
     measure = bandmf.max_error if objective == "max" else bandmf.rmse
-    assert solution.objective == pytest.approx(
-        measure(solution.strategy, participation=participation), rel=1e-12
-    )
+    assert solution.objective == pytest.approx(measure(solution.strategy, participation=participation), rel=1e-12)
     assert certified_sensitivity(solution.strategy, participation).exact
     generator = np.random.default_rng(0)
     for _ in range(30):
@@ -132,19 +122,12 @@ def test_the_matrix_of_the_optimum_is_what_the_closed_forms_say():
     solution = optimize.buffered_toeplitz(60, 2)
     C = toeplitz_matrix(first_column(solution.strategy), 60)
     B = np.tri(60) @ np.linalg.inv(C)
-    assert solution.rmse == pytest.approx(
-        np.linalg.norm(C[:, 0]) * np.linalg.norm(B) / np.sqrt(60), rel=1e-11
-    )
+    assert solution.rmse == pytest.approx(np.linalg.norm(C[:, 0]) * np.linalg.norm(B) / np.sqrt(60), rel=1e-11)
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
-    [
-        ((100, 0), "buffers=0"),
-        ((100, 11), "buffers=11"),
-        ((0, 1), "steps=0"),
-        ((100, 2), "epochs=3"),
-    ],
+    [((100, 0), "buffers=0"), ((100, 11), "buffers=11"), ((0, 1), "steps=0"), ((100, 2), "epochs=3")],
 )
 def test_bad_arguments_are_refused_with_their_value(arguments, complaint):
     with pytest.raises(ValueError, match=complaint):

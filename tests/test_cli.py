@@ -121,9 +121,7 @@ def test_steps_of_a_momentum_plan_follow_from_the_epochs():
 def test_optimize_honors_momentum_in_every_family():
     workload = bandmf.workloads.momentum(64, 0.9)
     for family in ("toeplitz", "banded", "dense", "horizon", "inverse-plus-constant"):
-        found = json.loads(
-            run("optimize", "--steps", "64", "--family", family, "--momentum", "0.9", "--json")
-        )
+        found = json.loads(run("optimize", "--steps", "64", "--family", family, "--momentum", "0.9", "--json"))
         identity = bandmf.rmse(bandmf.strategies.Identity(64), workload=workload)
         assert found["independent_noise_rmse"] == pytest.approx(identity)
         assert 10 < found["rmse"] < identity, family
@@ -131,31 +129,19 @@ def test_optimize_honors_momentum_in_every_family():
 
 @pytest.mark.parametrize("family", ["dense", "toeplitz"])
 def test_optimize_measures_all_errors_under_the_same_participation(family):
-    found = json.loads(
-        run("optimize", "--steps", "64", "--family", family, "--epochs", "4", "--bands", "16", "--json")
-    )
+    found = json.loads(run("optimize", "--steps", "64", "--family", family, "--epochs", "4", "--bands", "16", "--json"))
     assert found["rmse"] <= found["max_error"]
     identity = bandmf.rmse(bandmf.strategies.Identity(64), participation=bandmf.participation.FixedEpochs(4))
     assert found["independent_noise_rmse"] == pytest.approx(identity)
 
 
 def test_compare_lists_all_mechanisms_best_first():
-    found = json.loads(
-        run("compare", "--steps", "128", "--epochs", "4", "--epsilon", "4", "--delta", "1e-6", "--json")
-    )
+    found = json.loads(run("compare", "--steps", "128", "--epochs", "4", "--epsilon", "4", "--delta", "1e-6", "--json"))
     ratios = [row["ratio"] for row in found["mechanisms"]]
     assert ratios == sorted(ratios)
     assert ratios[0] == 1.0
     names = {row["mechanism"] for row in found["mechanisms"]}
-    assert {
-        "BandMF",
-        "DP-SGD",
-        "BLT",
-        "FHU (square root)",
-        "Tree aggregation",
-        "Stamping",
-        "Dense MF",
-    } <= names
+    assert {"BandMF", "DP-SGD", "BLT", "FHU (square root)", "Tree aggregation", "Stamping", "Dense MF"} <= names
 
 
 def test_bench_noise_reports_time_and_memory(tmp_path, monkeypatch):
@@ -208,9 +194,7 @@ def test_every_case_of_the_benchmark_adds_noise_at_every_step(case, bands):
     found = [np.zeros(64), *(np.asarray(step()).astype(float) for _ in range(3))]
     assert [each.shape for each in found] == 4 * [(64,)]
     added = np.std(np.diff(found, axis=0), axis=1)
-    assert np.all(
-        (added > 0.5 * noise_cases.SCALE) & (added < 4 * noise_cases.SCALE)
-    )  # twice, if C is normalized
+    assert np.all((added > 0.5 * noise_cases.SCALE) & (added < 4 * noise_cases.SCALE))  # twice, if C is normalized
 
 
 def test_nonsense_among_the_learning_rates_gets_one_sentence():
@@ -246,10 +230,7 @@ def test_train_compares_the_mechanisms(tmp_path, epochs):
         (["optimize", "--steps", "64", "--family", "dense", "--normalize", "no"], "normalize=no"),
         (["optimize", "--steps", "64", "--family", "horizon", "--objective", "max"], "objective='max'"),
         (["optimize", "--steps", "64", "--family", "banded", "--epochs", "4"], "participation="),
-        (
-            ["optimize", "--steps", "64", "--load", "x.npz", "--bands", "4"],
-            "bands=4: has no meaning with --load",
-        ),
+        (["optimize", "--steps", "64", "--load", "x.npz", "--bands", "4"], "bands=4: has no meaning with --load"),
         (["plan", *BUDGET, "--separation", "4"], "give both or neither"),
         (["optimize", "--steps", "64", "--load", "nowhere.npz"], "nowhere.npz"),
     ],
@@ -262,16 +243,7 @@ def test_bad_input_is_one_line_and_exit_status_2(arguments, message, capsys):
 
 
 def test_the_status_of_bad_input_is_that_of_the_process():
-    command = [
-        sys.executable,
-        "-c",
-        "from bandmf.cli import main; main()",
-        "optimize",
-        "--steps",
-        "9",
-        "--bands",
-        "0",
-    ]
+    command = [sys.executable, "-c", "from bandmf.cli import main; main()", "optimize", "--steps", "9", "--bands", "0"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert result.stderr.startswith("bandmf: --bands=0")

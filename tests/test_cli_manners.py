@@ -63,9 +63,7 @@ def test_the_entry_point_imports_nothing_but_itself():
 
 
 def test_ctrl_c_during_imports_is_quiet():
-    process = started(
-        "print('ready', flush=True); from bandmf.cli import main; main()", "plan", *BUDGET.split()
-    )
+    process = started("print('ready', flush=True); from bandmf.cli import main; main()", "plan", *BUDGET.split())
     assert process.stdout.readline() == "ready\n"
     time.sleep(0.15)  # in the middle of a second of imports
     process.send_signal(signal.SIGINT)
@@ -148,9 +146,7 @@ def complaints(shown: str, columns: int, numbers: list[str]) -> list[str]:
     """What is wrong with a table."""
     found = ["cut off"] if "…" in shown else []
     found += ["too wide"] if any(len(line) > columns for line in shown.splitlines()) else []
-    return found + [
-        number for number in numbers if not re.search(rf"(?<!\S){re.escape(number)}(?=[\s,])", shown)
-    ]
+    return found + [number for number in numbers if not re.search(rf"(?<!\S){re.escape(number)}(?=[\s,])", shown)]
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 200])
@@ -223,15 +219,10 @@ def test_a_file_that_cannot_be_written_is_refused_before_work_begins(
         assert (status, out, err) == (2, "", f"bandmf: --{option}='{path}': {reason}\n")
     monkeypatch.setattr(outputs.os, "access", lambda path, mode: False)
     status, _, err = run(f"{command} --{option} {file}", capsys)
-    assert (status, err) == (
-        2,
-        f"bandmf: --{option}='{file}': nothing may be written to '.'; give another folder\n",
-    )
+    assert (status, err) == (2, f"bandmf: --{option}='{file}': nothing may be written to '.'; give another folder\n")
     if option != "save":
         monkeypatch.undo()
-        assert run(f"{command} --{option} picture.txt", capsys)[2].endswith(
-            "must end in .png or .svg or .pdf\n"
-        )
+        assert run(f"{command} --{option} picture.txt", capsys)[2].endswith("must end in .png or .svg or .pdf\n")
 
 
 def test_the_work_would_have_begun_otherwise(no_work, tmp_path):
@@ -267,30 +258,18 @@ def test_folders_and_doubled_names_are_refused_as_well(tmp_path, capsys):
         (f"plan {BUDGET} --delta 2", "delta=2.0: must be a finite number in (0, 1)"),
         (f"plan {BUDGET} --batch-size 60000", "--batch-size=60000.0: must be a finite number in (0, 6000]"),
         (f"plan {BUDGET} --examples 0", "examples=0: must be a whole number"),
-        (
-            f"plan {BUDGET} --bands 500",
-            "bands=500: must be a whole number between 1 and examples / batch_size = 100",
-        ),
-        (
-            f"plan {BUDGET} --bands 50 --parameters 1000 --memory 8kB",
-            "bands=50: memory holds the noise of at most 3",
-        ),
+        (f"plan {BUDGET} --bands 500", "bands=500: must be a whole number between 1 and examples / batch_size = 100"),
+        (f"plan {BUDGET} --bands 50 --parameters 1000 --memory 8kB", "bands=50: memory holds the noise of at most 3"),
         (f"plan {BUDGET} --memory lots --parameters 9", "memory='lots': must be bytes"),
         (f"plan {BUDGET} --sampling dice", "sampling='dice': must be one of"),
         (f"plan {BUDGET} --explain --json", "--explain, --json: give at most one"),
         ("compare --steps 10", "--steps, --epochs, --delta: all three are needed"),
-        (
-            "compare --steps 10 --epochs 20 --delta 1e-6",
-            "epochs=20: must be a whole number between 1 and --steps=10",
-        ),
+        ("compare --steps 10 --epochs 20 --delta 1e-6", "epochs=20: must be a whole number between 1 and --steps=10"),
         ("optimize --steps -5", "steps=-5: must be a whole number at least 1"),
         ("optimize --steps 9 --family best", "family='best': "),
         ("optimize --steps 9 --load nowhere.npz", "--load='nowhere.npz': no such file or directory"),
         ("optimize --steps 9 --load=/", "--load='/': is a directory"),
-        (
-            "optimize --steps 3000000 --plot x.png",
-            "steps=3000000: per-step errors are drawn for at most 2,000,000",
-        ),
+        ("optimize --steps 3000000 --plot x.png", "steps=3000000: per-step errors are drawn for at most 2,000,000"),
         ("train --dataset cifar", "dataset='cifar': must be one of"),
         ("train --data nowhere", "data='nowhere': has no train-images-idx3-ubyte.gz"),
         ("train --dataset digits --clip-norm nan", "--clip-norm=nan: must be a finite number"),
@@ -336,21 +315,12 @@ def test_missing_packages_and_devices_get_a_sentence(monkeypatch, capsys):
     assert "device='cuda': torch sees no GPU here" in run("bench noise --device cuda", capsys)[2]
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     status, _, err = run("train --dataset digits", capsys)
-    assert (status, "scikit-learn is missing" in err, "pip install 'bandmf[examples]'" in err) == (
-        2,
-        True,
-        True,
-    )
+    assert (status, "scikit-learn is missing" in err, "pip install 'bandmf[examples]'" in err) == (2, True, True)
 
 
 def test_a_missing_package_is_named_with_the_extra_that_has_it():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    other = {
-        "sklearn": "scikit-learn",
-        "orbax": "orbax-checkpoint",
-        "jax_triton": "jax-triton",
-        "jaxlib": "jax",
-    }
+    other = {"sklearn": "scikit-learn", "orbax": "orbax-checkpoint", "jax_triton": "jax-triton", "jaxlib": "jax"}
     other |= {"altair": "streamlit", "distributed": "dask"}  # these come with those
     for package, extra in _extras.EXTRA_OF.items():
         required = {re.match(r"[\w-]+", line).group() for line in extras[extra]}
@@ -363,9 +333,7 @@ def test_a_missing_package_is_named_with_the_extra_that_has_it():
 def test_every_extra_that_a_message_names_exists():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = {
-        extra
-        for path in (ROOT / "src").rglob("*.py")
-        for extra in re.findall(r"bandmf\[([a-z-]+)\]", path.read_text())
+        extra for path in (ROOT / "src").rglob("*.py") for extra in re.findall(r"bandmf\[([a-z-]+)\]", path.read_text())
     }
     assert "huggingface" in named
     assert named <= set(extras)
@@ -396,9 +364,7 @@ def server(tmp_path, monkeypatch):
     monkeypatch.setenv("BANDMF_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("urllib.request.urlopen", answer)
     files = [
-        download.File(
-            name, f"https://example.org/set/{name}", len(content), hashlib.sha256(content).hexdigest()
-        )
+        download.File(name, f"https://example.org/set/{name}", len(content), hashlib.sha256(content).hexdigest())
         for name, content in contents.items()
     ]
     return files, contents, asked
@@ -408,9 +374,7 @@ def test_a_download_announces_itself_is_checked_and_kept(server, tmp_path):
     files, contents, asked = server
     said: list[str] = []
     folder = download.fetched("The set", "set", files, said.append)
-    assert said == [
-        f"Downloading The set (0.0 MB) from https://example.org/set to {tmp_path / 'cache' / 'set'}"
-    ]
+    assert said == [f"Downloading The set (0.0 MB) from https://example.org/set to {tmp_path / 'cache' / 'set'}"]
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == contents
     download.fetched("The set", "set", files, said.append)
     assert (len(said), len(asked)) == (1, 2)
@@ -468,10 +432,7 @@ def test_damaged_files_of_fashion_mnist_get_a_sentence(tmp_path):
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        (
-            "plan --epsilon 4 --delta 1e-6 --batch-size 10 --steps 10",
-            "--examples: must be given; only plans with",
-        ),
+        ("plan --epsilon 4 --delta 1e-6 --batch-size 10 --steps 10", "--examples: must be given; only plans with"),
         (f"plan {BUDGET} --memory 1GB", "--memory: needs --parameters, the number of trainable parameters"),
         (f"plan {BUDGET} --device tpu", "--device='tpu': must be one of 'cpu', 'cuda'"),
         (f"plan {BUDGET} --noise-multiplier 1", "--epsilon, --noise-multiplier: give exactly one"),

@@ -13,18 +13,7 @@ from torch import nn
 from bandmf.torch.clipping import Outer, Rows, make_clipping, norms, rules
 from bandmf.torch.clipping.contributions import Patches, patches
 from bandmf.torch.clipping.norms import rounding, squares_apart
-from clipping_cases import (
-    CASES,
-    ROWS,
-    Low,
-    Odd,
-    Optional,
-    Scale,
-    SelfAttention,
-    Twice,
-    numbers,
-    shaken,
-)
+from clipping_cases import CASES, ROWS, Low, Odd, Optional, Scale, SelfAttention, Twice, numbers, shaken
 from one_at_a_time import Case, errors, exact, found
 
 NOTHING_CANCELS = 1e-5
@@ -115,9 +104,7 @@ def padding_ignored(monkeypatch):
 
 
 def one_token_of_each_kind(monkeypatch):
-    monkeypatch.setattr(
-        norms, "_same", lambda a, b: torch.eye(a.shape[1], dtype=torch.bool).expand(len(a), -1, -1)
-    )
+    monkeypatch.setattr(norms, "_same", lambda a, b: torch.eye(a.shape[1], dtype=torch.bool).expand(len(a), -1, -1))
 
 
 def bias_forgotten(monkeypatch):
@@ -230,9 +217,7 @@ class Composed(nn.Module):
     def forward(self, x):
         x = self.embed(x)
         for number in self.order:
-            x = (
-                x + self.pieces[number](x).tanh()
-            )  # a way around, or norms in a row leave nothing but rounding
+            x = x + self.pieces[number](x).tanh()  # a way around, or norms in a row leave nothing but rounding
         return self.out(self.norm(x))
 
 
@@ -386,10 +371,7 @@ def test_a_token_repeated_a_thousand_times_adds_no_more_than_the_clip_norm(dtype
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     ("places", "kernel", "channels"),
-    [
-        (500, 64, 80),
-        *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((3000, 150, 32), (2000, 64, 80))),
-    ],
+    [(500, 64, 80), *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((3000, 150, 32), (2000, 64, 80)))],
 )
 def test_a_convolution_over_many_places_adds_no_more_than_the_clip_norm(dtype, places, kernel, channels):
     layer = nn.Conv1d(channels, 900, kernel, bias=False).to(dtype)

@@ -19,14 +19,7 @@ from bandmf.torch.clipping import make_clipping, rule, rules, total
 from bandmf.torch.clipping.contributions import Patches, totals
 from bandmf.torch.clipping.contributions.totals import Totals
 from bandmf.torch.clipping.recording.recorder import Recorder
-from one_at_a_time import (
-    Case,
-    added,
-    assert_clipped_as_single_examples,
-    empty_sums,
-    errors,
-    trained,
-)
+from one_at_a_time import Case, added, assert_clipped_as_single_examples, empty_sums, errors, trained
 
 B = 5
 
@@ -57,9 +50,7 @@ def assert_right(model, losses=losses, x=None):
 def everything(model):
     """All that a user can see of a model."""
     parameters = [(p.requires_grad, p.grad) for p in model.parameters()]
-    return [
-        {name: id(value) for name, value in vars(module).items()} for module in model.modules()
-    ], parameters
+    return [{name: id(value) for name, value in vars(module).items()} for module in model.modules()], parameters
 
 
 # --- the model between updates --------------------------------------------------------------------------------
@@ -82,9 +73,7 @@ def test_after_a_pass_the_model_is_as_before_even_if_it_failed(given):
     model[0].forward = types.MethodType(nn.Linear.forward, model[0])
     model[3].bias.requires_grad_(False)
     model.extra = nn.Parameter(torch.ones(2))
-    clipping = make_clipping(
-        "auto", model, {n: p for n, p in model.named_parameters() if n != "extra"}, 1.0, False
-    )
+    clipping = make_clipping("auto", model, {n: p for n, p in model.named_parameters() if n != "extra"}, 1.0, False)
     before, sums = everything(model), empty_sums(dict(model.named_parameters()))
     if given is losses:
         clipping.add_to(sums, given, vectors(), B, B)
@@ -232,9 +221,7 @@ def test_forward_hooks_of_the_user_work_as_they_did():
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize(
-    "first", [lambda: nn.Linear(6, 8), lambda: Conv1D(8, 6), lambda: nn.Linear(6, 8, bias=False)]
-)
+@pytest.mark.parametrize("first", [lambda: nn.Linear(6, 8), lambda: Conv1D(8, 6), lambda: nn.Linear(6, 8, bias=False)])
 def test_a_recorded_linear_layer_computes_what_it_did_before(first, dtype):
     """Output, and the gradient of the input, in whatever precision autocast has."""
     torch.manual_seed(3)
@@ -293,11 +280,7 @@ def test_dummy_rows_add_nothing(mode):
 
 def test_with_vmap_a_batch_of_anything_but_rows_is_refused():
     """What all examples could see would not be independent by construction."""
-    for batch in (
-        (vectors(), torch.ones(2)),
-        {"x": vectors(), "names": ["a"] * B},
-        (vectors(), torch.tensor(1.0)),
-    ):
+    for batch in ((vectors(), torch.ones(2)), {"x": vectors(), "names": ["a"] * B}, (vectors(), torch.tensor(1.0))):
         with pytest.raises(ValueError, match=r"^clipping='vmap': every part of a batch must be a tensor"):
             added(small_net(), lambda model, batch: losses(model, batch[0]), batch, B, mode="vmap")
 
@@ -316,11 +299,7 @@ class Norms(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv, self.group, self.layer = (
-            nn.Conv2d(2, 4, 3, padding=1),
-            nn.GroupNorm(2, 4),
-            nn.LayerNorm(16),
-        )
+        self.conv, self.group, self.layer = (nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.LayerNorm(16))
 
     def forward(self, x):
         return self.layer(self.group(self.conv(x)).tanh()).sin()
@@ -331,19 +310,14 @@ def test_inputs_of_convolutions_and_normalizing_layers_do_not_wait_for_the_step(
     torch.manual_seed(0)
     model, noted = nn.Sequential(Norms(), nn.Linear(16, 3)), []
     settle = Recorder.settle
-    monkeypatch.setattr(
-        Recorder, "settle", lambda self: noted.extend(map(dict, self._entries)) or settle(self)
-    )
+    monkeypatch.setattr(Recorder, "settle", lambda self: noted.extend(map(dict, self._entries)) or settle(self))
     added(model, lambda model, x: model(x).flatten(1).sum(1), torch.randn(5, 2, 16, 16), 5)
     small = {name: 5 * parameter.numel() for name, parameter in model.named_parameters()}
     held = {}
     for described in noted:
         for name, term in described.items():
             held[name] = term.numel() if isinstance(term, torch.Tensor) else math.inf
-    assert [name for name in small if held[name] > small[name]] == [
-        "1.weight",
-        "1.bias",
-    ]  # of the linear layer
+    assert [name for name in small if held[name] > small[name]] == ["1.weight", "1.bias"]  # of the linear layer
 
 
 def test_an_error_of_a_rule_is_raised_as_it_is(gate_rule):

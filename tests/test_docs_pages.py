@@ -17,16 +17,12 @@ def test_the_quick_start_trains_a_model_in_nine_lines():
     lines = [line for line in blocks("docs/index.md")[1].splitlines() if line.strip()]
     assert len(lines) == 9
     assert "Nine lines train it privately" in (ROOT / "docs" / "index.md").read_text()
-    found = re.match(
-        r"accuracy (\d+)% after 117 steps, epsilon=8\.00\nGuarantee\. ", run_alone("docs/index.md")
-    )
+    found = re.match(r"accuracy (\d+)% after 117 steps, epsilon=8\.00\nGuarantee\. ", run_alone("docs/index.md"))
     assert found
     assert int(found[1]) > 80
 
 
-@pytest.mark.parametrize(
-    "page", ["docs/concepts.md", pytest.param("docs/choosing.md", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("page", ["docs/concepts.md", pytest.param("docs/choosing.md", marks=pytest.mark.long)])
 def test_the_code_of_a_page_prints_what_the_page_shows(page):
     assert run_alone(page) == printed(page) != ""
 
@@ -123,29 +119,12 @@ def test_the_citation_is_valid_and_of_this_version():
 
 def cited(found):
     """What of a CITATION.cff is not as version 1.2.0 of the format wants it, as far as this one goes."""
-    known = {
-        "cff-version",
-        "message",
-        "type",
-        "title",
-        "abstract",
-        "authors",
-        "version",
-        "license",
-        "keywords",
-    }
+    known = {"cff-version", "message", "type", "title", "abstract", "authors", "version", "license", "keywords"}
     wrong = sorted(found.keys() - known - {"references"})
-    wrong += [
-        name
-        for name in ("cff-version", "message", "title", "version")
-        if not isinstance(found.get(name), str)
-    ]
+    wrong += [name for name in ("cff-version", "message", "title", "version") if not isinstance(found.get(name), str)]
     references = found.get("references", [])
     wrong += [name for each in references for name in ("type", "title", "authors") if not each.get(name)]
-    for author in [
-        *found.get("authors", [{}]),
-        *(person for each in references for person in each["authors"]),
-    ]:
+    for author in [*found.get("authors", [{}]), *(person for each in references for person in each["authors"])]:
         if not author.keys() or not author.keys() <= {"name"} | {"family-names", "given-names"}:
             wrong.append("authors")
     return wrong + ([] if found.get("cff-version") == "1.2.0" else ["cff-version"])

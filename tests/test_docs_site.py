@@ -51,9 +51,7 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_
     assert "micro_batch" in reference
     assert "&gt;&gt;&gt;" in reference  # examples are code, not quotations
     assert "<blockquote>" not in reference
-    assert (tmp_path / "source" / "examples" / "ddp.py.txt").read_text() == (
-        ROOT / "examples/ddp.py"
-    ).read_text()
+    assert (tmp_path / "source" / "examples" / "ddp.py.txt").read_text() == (ROOT / "examples/ddp.py").read_text()
 
 
 def test_a_broken_link_fails_the_build(tmp_path):
@@ -128,9 +126,7 @@ def test_the_reference_shows_every_public_function():
 def undescribed(function) -> list[str]:
     """Arguments that the docstring does not describe, and descriptions of arguments that are not there."""
     text = (inspect.getdoc(function) or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
-    return sorted(
-        set(re.findall(r"^    (\w+): \S", text, re.MULTILINE)) ^ set(inspect.signature(function).parameters)
-    )
+    return sorted(set(re.findall(r"^    (\w+): \S", text, re.MULTILINE)) ^ set(inspect.signature(function).parameters))
 
 
 def test_plan_and_training_describe_every_argument():
@@ -164,30 +160,15 @@ def test_the_package_builds_and_an_index_would_take_it(tmp_path):
     ignored = shutil.ignore_patterns("*.so", "__pycache__", "*.egg-info")
     shutil.copytree(ROOT / "src", copy / "src", ignore=ignored)
     env = {**os.environ, "CC": "/nowhere/cc", "LDSHARED": "/nowhere/cc"}
-    command = [
-        sys.executable,
-        "-m",
-        "build",
-        "--no-isolation",
-        "--skip-dependency-check",
-        "--outdir",
-        str(tmp_path),
-    ]
-    done = subprocess.run(
-        command, cwd=copy, env=env, capture_output=True, text=True, timeout=200, check=False
-    )
+    command = [sys.executable, "-m", "build", "--no-isolation", "--skip-dependency-check", "--outdir", str(tmp_path)]
+    done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-2000:] + done.stdout[-2000:]
     wheel, sdist = next(tmp_path.glob("*.whl")), next(tmp_path.glob("*.tar.gz"))
     check = [sys.executable, "-m", "twine", "check", "--strict", str(wheel), str(sdist)]
     done = subprocess.run(check, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     modules = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src" / "bandmf").rglob("*.py")}
-    data = {
-        "bandmf/py.typed",
-        "bandmf/planning/mechanisms.json",
-        "bandmf/native/kernel.c",
-        "bandmf/native/noise.h",
-    }
+    data = {"bandmf/py.typed", "bandmf/planning/mechanisms.json", "bandmf/native/kernel.c", "bandmf/native/noise.h"}
     with zipfile.ZipFile(wheel) as archive:
         inside = set(archive.namelist())
     assert modules | data <= inside

@@ -26,15 +26,7 @@ from bandmf.optimize import banded_toeplitz
 from bandmf.participation import FixedEpochs, MinSeparation
 from bandmf.strategies import Banded, BandedToeplitz, Dense, Identity
 from bandmf.streaming import Matrices, StreamingOperator
-from oracles import (
-    banded_matrix,
-    errors,
-    normalized,
-    random_columns,
-    rmse,
-    square_root_coefficients,
-    toeplitz_matrix,
-)
+from oracles import banded_matrix, errors, normalized, random_columns, rmse, square_root_coefficients, toeplitz_matrix
 from test_workloads import WORKLOADS
 from test_workloads import N as STEPS
 
@@ -208,9 +200,7 @@ def test_a_workload_that_comes_back_after_a_long_gap_is_not_taken_for_settled(na
         "normalized": BandedToeplitz([1.0, 0.5], steps),
     }[name]
     expected = errors(normalized(C) if name == "normalized" else C, toeplitz_matrix(coefficients, steps))
-    assert_allclose(
-        per_step_error(strategy, workload=workloads.toeplitz(coefficients, steps)), expected, rtol=1e-9
-    )
+    assert_allclose(per_step_error(strategy, workload=workloads.toeplitz(coefficients, steps)), expected, rtol=1e-9)
 
 
 @pytest.mark.parametrize(("steps", "bands"), [(10**9, 16), (10**12, 16)])

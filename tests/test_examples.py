@@ -21,11 +21,7 @@ EVERY = pytest.mark.parametrize(
         ("lora.py", ["--public-steps", "5", "--epochs", "0.3"], "% before, "),
         ("language_model.py", ["--epochs", "0.3", "--width", "32"], "bits per character"),
         ("lightning_digits.py", ["--epochs", "0.5"], "12 steps, epsilon=8.00: held-out accuracy"),
-        (
-            "accelerate_digits.py",
-            ["--epochs", "0.5"],
-            "12 steps on 1 process, learning rate 0.025, epsilon=8.00",
-        ),
+        ("accelerate_digits.py", ["--epochs", "0.5"], "12 steps on 1 process, learning rate 0.025, epsilon=8.00"),
         ("jax_logistic.py", ["--epochs", "1"], "12 steps, balls-in-bins, epsilon=4.00"),
         ("jax_transformer.py", ["--epochs", "0.15", "--width", "8", "--layers", "1"], "bits per character"),
         ("jax_sharded.py", ["--epochs", "0.25"], "steps on 8 devices, each holds 50% of the history"),

@@ -36,14 +36,7 @@ from bandmf.strategies.single_precision import check_noise, in_float32
 from bandmf.strategies.square_root import square_root_coefficients
 from bandmf.streaming import squared_norm
 
-SMALL = {
-    "epsilon": 8.0,
-    "delta": 1e-5,
-    "examples": 1_000,
-    "batch_size": 50,
-    "steps": 20,
-    "certify_seconds": 3,
-}
+SMALL = {"epsilon": 8.0, "delta": 1e-5, "examples": 1_000, "batch_size": 50, "steps": 20, "certify_seconds": 3}
 KINDS = [{"sampling": "balls-in-bins"}, {"sampling": "cyclic-poisson"}, {"participation": Single()}]
 
 
@@ -343,9 +336,7 @@ def test_the_error_of_banded_noise_is_that_of_all_steps(coefficients):
     largest = 1 + max((ahead**2).sum(axis=1).max(), (behind**2).sum(axis=1).max())
     products = (theta[1:] ** 2).sum() * (y**2).sum()
     expected = 2.0**-24 * np.sqrt(4 + len(theta) * largest + 3 * products)
-    assert rounding_error(BandedToeplitz(theta, steps, normalize_columns=False)) == pytest.approx(
-        expected, rel=1e-6
-    )
+    assert rounding_error(BandedToeplitz(theta, steps, normalize_columns=False)) == pytest.approx(expected, rel=1e-6)
 
 
 def _both_ways(theta, y):
@@ -356,10 +347,7 @@ def _both_ways(theta, y):
 
 @pytest.mark.parametrize(
     ("scales", "decays", "steps"),
-    [
-        ([5.083e-5, -0.12711], [0.99997395, 0.9999724], 3_000),
-        ([0.0012175, -2.5615165], [0.9974914, 0.778742], 300),
-    ],
+    [([5.083e-5, -0.12711], [0.99997395, 0.9999724], 3_000), ([0.0012175, -2.5615165], [0.9974914, 0.778742], 300)],
 )
 def test_a_blt_that_overflows_is_refused(plan, scales, decays, steps):
     """Its variances come out as minus infinity."""

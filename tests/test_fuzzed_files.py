@@ -167,9 +167,7 @@ def five_steps(folder):
     """A run with a checkpoint."""
     model = nn.Linear(8, 3)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    training = Training(
-        model, losses, optimizer, small_data(), simple_plan(steps=12), clip_norm=1.0, folder=folder
-    )
+    training = Training(model, losses, optimizer, small_data(), simple_plan(steps=12), clip_norm=1.0, folder=folder)
     train(training, 5).save()
     return training
 

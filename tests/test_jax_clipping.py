@@ -59,8 +59,7 @@ def assert_near(found, expected, tolerance=2e-5):
 @pytest.mark.parametrize(
     ("rows", "turn"),
     some_long(
-        [(1, None), (9, None), (9, 1), (9, 4), (9, 9), (12, 5)],
-        lambda case: case in ((1, None), (9, None), (12, 5)),
+        [(1, None), (9, None), (9, 1), (9, 4), (9, 9), (12, 5)], lambda case: case in ((1, None), (9, None), (12, 5))
     ),
 )
 def test_the_sum_is_that_of_clipping_one_example_at_a_time(rows, turn):

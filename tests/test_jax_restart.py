@@ -128,15 +128,9 @@ def test_a_checkpoint_holds_no_noise_and_no_key(folder):
     training = tiny.training(optimizer=ADAM, folder=folder, save_every=3)
     training.init(tiny.first_weights())
     history = np.asarray(training._held.noise.history["weight"])
-    secrets = [
-        training._opened.run_key.secret,
-        history[0].tobytes(),
-        np.asarray(training._secrets.noise).tobytes(),
-    ]
+    secrets = [training._opened.run_key.secret, history[0].tobytes(), np.asarray(training._secrets.noise).tobytes()]
     plain = np.asarray(training._held.trained["weight"]).tobytes()
-    contents = b"".join(
-        path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "key"
-    )
+    contents = b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "key")
     assert np.abs(history).max() > 0
     assert not any(secret in contents for secret in secrets)
     training.close()
@@ -207,9 +201,7 @@ def test_a_folder_that_was_copied_is_another_run(folder, tmp_path):
     shutil.copytree(folder, copy)
     with pytest.raises(ValueError, match="moved=None"):
         tiny.training(optimizer=ADAM, folder=copy)
-    other = Training(
-        tiny.loss, ADAM, tiny.data(), tiny.plan(), clip_norm=tiny.CLIP, folder=copy, moved="copied"
-    )
+    other = Training(tiny.loss, ADAM, tiny.data(), tiny.plan(), clip_norm=tiny.CLIP, folder=copy, moved="copied")
     state = other.init(tiny.first_weights())
     assert state.step == 0
     assert np.abs(tiny.flat(state.weights) - tiny.flat(tiny.first_weights())).max() > 0.01
@@ -233,9 +225,7 @@ def test_random_keys_in_the_state_of_an_optimizer_come_back(folder):
     np.testing.assert_array_equal(tiny.weights_of(optimizer=noisy, folder=folder, save_every=4), whole)
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda each: each.name
-)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda each: each.name)
 def test_a_run_that_a_signal_ended_goes_on_to_the_same_weights(tmp_path, number):
     done = children.run(HERE / "jax_killed_training.py", tmp_path, "signal", str(int(number)), timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]

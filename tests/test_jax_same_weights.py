@@ -20,9 +20,7 @@ PLANS = ("b-min-sep", "bins_BLT", "bins_banded_inverse", "cyclic", "one_band", "
 
 
 def plan_of(name):
-    return bandmf.Plan.load(
-        REFERENCE / "plans" / f"{name}.json"
-    )  # planning anew could give another certificate
+    return bandmf.Plan.load(REFERENCE / "plans" / f"{name}.json")  # planning anew could give another certificate
 
 
 def recorded(name):

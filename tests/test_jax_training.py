@@ -142,26 +142,18 @@ def test_weights_that_are_not_trained_stay_and_are_no_constants_of_the_program()
         x, y = example
         return jnp.mean(((weights["weight"] + weights["base"]) @ x + weights["bias"] - y) ** 2)
 
-    training = tiny.training(
-        loss=loss, trainable={"weight": True, "bias": True, "base": False, "count": False}
-    )
+    training = tiny.training(loss=loss, trainable={"weight": True, "bias": True, "base": False, "count": False})
     state = tiny.trained(training, weights)
     np.testing.assert_array_equal(state.weights["base"], weights["base"])
     np.testing.assert_array_equal(state.weights["count"], weights["count"])
     assert np.abs(np.asarray(state.weights["weight"] - weights["weight"])).max() > 0.01
     assert set(training._held.noise.history) == {"weight", "bias"}
     assert not any(np.shape(leaf) == (1, 5) for leaf in jax.tree.leaves(training._held.optimizer))
-    by_function = tiny.training(
-        loss=loss, trainable=lambda tree: {name: name in ("weight", "bias") for name in tree}
-    )
-    np.testing.assert_array_equal(
-        tiny.flat(tiny.trained(by_function, weights).weights), tiny.flat(state.weights)
-    )
+    by_function = tiny.training(loss=loss, trainable=lambda tree: {name: name in ("weight", "bias") for name in tree})
+    np.testing.assert_array_equal(tiny.flat(tiny.trained(by_function, weights).weights), tiny.flat(state.weights))
 
 
-@pytest.mark.parametrize(
-    "trainable", [False, {"weight": 1, "bias": True}, {"weight": True}, lambda tree: {"x": True}]
-)
+@pytest.mark.parametrize("trainable", [False, {"weight": 1, "bias": True}, {"weight": True}, lambda tree: {"x": True}])
 def test_what_is_not_trainable_is_refused(trainable):
     with pytest.raises(ValueError, match="trainable"):
         tiny.training(trainable=trainable).init(tiny.first_weights())
@@ -382,8 +374,7 @@ def test_a_second_init_is_refused():
 def test_runs_with_one_key_share_no_noise_and_no_batches():
     key = Key(bytes(32))
     one, other = (
-        Training(tiny.loss, optax.sgd(0.5), tiny.data(), tiny.plan(), clip_norm=tiny.CLIP, key=key)
-        for _ in range(2)
+        Training(tiny.loss, optax.sgd(0.5), tiny.data(), tiny.plan(), clip_norm=tiny.CLIP, key=key) for _ in range(2)
     )
     assert not np.array_equal(one._sampler.batch(0), other._sampler.batch(0))
     assert not np.array_equal(one._secrets.noise, other._secrets.noise)
@@ -403,9 +394,7 @@ def test_secrets_are_in_no_program():
     hexed = [np.asarray(part).tobytes().hex().upper() for part in training._secrets]
     assert not any(word in text for word in words if len(word) > 6)
     assert not any(each in text.upper() for each in hexed)
-    assert (
-        any(word in planted for word in words) or hexed[0] in planted.upper()
-    )  # the search finds what is there
+    assert any(word in planted for word in words) or hexed[0] in planted.upper()  # the search finds what is there
 
 
 def test_an_accumulating_optimizer_works_inside():
@@ -418,9 +407,7 @@ def test_an_accumulating_optimizer_works_inside():
 
 def test_learning_rates_that_an_optimizer_keeps_stay_of_one_type():
     adam = optax.inject_hyperparams(optax.adam)(learning_rate=0.1)
-    np.testing.assert_allclose(
-        tiny.weights_of(optimizer=adam), tiny.weights_of(optimizer=optax.adam(0.1)), atol=1e-5
-    )
+    np.testing.assert_allclose(tiny.weights_of(optimizer=adam), tiny.weights_of(optimizer=optax.adam(0.1)), atol=1e-5)
     tiny.weights_of(optimizer=adam, at_once=4)
 
 

@@ -57,8 +57,7 @@ def test_a_step_is_released_once_and_the_same_sum_again_is_a_replay(path):
 
 
 @pytest.mark.parametrize(
-    ("batch", "total", "what"),
-    [(b"batch 1", b"other", "sum of gradients"), (b"other", b"sum 1", "batch of examples")],
+    ("batch", "total", "what"), [(b"batch 1", b"other", "sum of gradients"), (b"other", b"sum 1", "batch of examples")]
 )
 def test_another_sum_or_batch_is_refused(path, batch, total, what):
     write(path, 3)
@@ -102,14 +101,7 @@ def test_steps_are_released_in_order_and_not_past_the_plan(path):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("plan", "q"),
-        ("clip_norm", 2.0),
-        ("examples", 99),
-        ("sampler", {"kind": "x"}),
-        ("key", "0"),
-        ("steps", 6),
-    ],
+    [("plan", "q"), ("clip_norm", 2.0), ("examples", 99), ("sampler", {"kind": "x"}), ("key", "0"), ("steps", 6)],
 )
 def test_a_run_goes_on_only_as_it_began(path, name, value):
     write(path, 1)

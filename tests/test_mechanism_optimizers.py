@@ -25,13 +25,9 @@ def test_dense_optima_lie_between_the_bound_and_normalized_fhu(n):
 @pytest.mark.parametrize("participation", [None, FixedEpochs(4), MinSeparation(3, 40)], ids=str)
 def test_no_other_damping_is_better(participation):
     solution = optimize.lti(256, participation=participation)
-    assert solution.rmse == pytest.approx(
-        bandmf.rmse(solution.strategy, participation=participation), rel=1e-12
-    )
+    assert solution.rmse == pytest.approx(bandmf.rmse(solution.strategy, participation=participation), rel=1e-12)
     for damping in np.geomspace(1e-5, 1, 40):
-        assert bandmf.rmse(strategies.lti(256, damping), participation=participation) >= solution.rmse * (
-            1 - 1e-9
-        )
+        assert bandmf.rmse(strategies.lti(256, damping), participation=participation) >= solution.rmse * (1 - 1e-9)
     assert solution.rmse <= bandmf.rmse(strategies.square_root(256), participation=participation)
 
 

@@ -13,12 +13,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
 from bandmf import strategies, workloads
-from bandmf.error import (
-    _per_step_error_by_state,
-    max_squared_error,
-    mean_squared_error,
-    per_step_error,
-)
+from bandmf.error import _per_step_error_by_state, max_squared_error, mean_squared_error, per_step_error
 from bandmf.participation import FixedEpochs, MinSeparation, Single
 from bandmf.sensitivities import Sensitivity, certified_sensitivity, sensitivity
 from bandmf.strategies import (
@@ -52,9 +47,7 @@ def principal_root(A):
 
 def blt_matrix(scales, decays, steps):
     t = np.arange(steps - 1)
-    return toeplitz_matrix(
-        np.append(1.0, np.sum(np.multiply(scales, np.power.outer(decays, t).T), axis=1)), steps
-    )
+    return toeplitz_matrix(np.append(1.0, np.sum(np.multiply(scales, np.power.outer(decays, t).T), axis=1)), steps)
 
 
 def honaker(steps):
@@ -82,9 +75,7 @@ def honaker(steps):
             decoder[i] += estimates[start, size]
             start += size
     encoder = np.array([[s <= j < s + size for j in range(steps)] for s, size in nodes], float)
-    assert_allclose(
-        decoder @ encoder, np.tri(steps), atol=1e-12
-    )  # an encoder and decoder pair for prefix sums
+    assert_allclose(decoder @ encoder, np.tri(steps), atol=1e-12)  # an encoder and decoder pair for prefix sums
     noise = np.linalg.inv(np.tri(steps)) @ decoder
     return np.linalg.inv(np.linalg.cholesky(noise @ noise.T)), encoder
 
@@ -95,17 +86,13 @@ def gram_factor(E):
 
 
 def momentum_root(steps, beta, decay):
-    A = toeplitz_matrix((1 - decay) ** np.arange(steps), steps) @ toeplitz_matrix(
-        beta ** np.arange(steps), steps
-    )
+    A = toeplitz_matrix((1 - decay) ** np.arange(steps), steps) @ toeplitz_matrix(beta ** np.arange(steps), steps)
     return principal_root(A)
 
 
 def full_tree(steps):
     sizes = [2**h for h in range(1 + int(np.ceil(np.log2(steps))))]
-    return np.array(
-        [[j // s == m for j in range(steps)] for s in sizes for m in range(-(-steps // s))], float
-    )
+    return np.array([[j // s == m for j in range(steps)] for s in sizes for m in range(-(-steps // s))], float)
 
 
 FHU = principal_root(PREFIX)
@@ -142,20 +129,14 @@ MECHANISMS = {
     "blt": (BufferedToeplitz([0.1, 0.3], [0.99, 0.3], N), blt_matrix([0.1, 0.3], [0.99, 0.3], N)),
     "signed blt": (BufferedToeplitz([-0.6, 0.5], [0.9, -0.3], N), blt_matrix([-0.6, 0.5], [0.9, -0.3], N)),
     "rising blt": (BufferedToeplitz([0.9, 0.8], [0.9, 0.3], N), blt_matrix([0.9, 0.8], [0.9, 0.3], N)),
-    "banded toeplitz": (
-        BandedToeplitz([1.0, 0.5, 0.25], N),
-        normalized(toeplitz_matrix([1.0, 0.5, 0.25], N)),
-    ),
+    "banded toeplitz": (BandedToeplitz([1.0, 0.5, 0.25], N), normalized(toeplitz_matrix([1.0, 0.5, 0.25], N))),
     "banded": (Banded(BandedToeplitz([1.0, -0.5], N).columns()), normalized(toeplitz_matrix([1.0, -0.5], N))),
     "bisr": (
         strategies.banded_inverse_square_root(N, 4),
         np.linalg.inv(toeplitz_matrix([1.0, -0.5, -0.125, -0.0625], N)),
     ),
     "lambda-cgd": (strategies.lambda_cgd(N, 0.7), toeplitz_matrix(0.7 ** np.arange(N), N)),
-    "signed banded inverse": (
-        BandedInverse([1.0, 0.5, -0.7], N),
-        np.linalg.inv(toeplitz_matrix([1.0, 0.5, -0.7], N)),
-    ),
+    "signed banded inverse": (BandedInverse([1.0, 0.5, -0.7], N), np.linalg.inv(toeplitz_matrix([1.0, 0.5, -0.7], N))),
     "one-banded inverse": (BandedInverse([2.0], N), np.eye(N) / 2),
 }
 every_mechanism = pytest.mark.parametrize(("strategy", "C"), MECHANISMS.values(), ids=MECHANISMS.keys())
@@ -422,11 +403,7 @@ def test_the_online_tree_needs_one_buffer_for_each_height_and_any_length_is_quic
     assert certified_sensitivity(strategy, MinSeparation(10, 10**4)).value <= np.sqrt(10 * 18 * 10)
 
 
-@given(
-    bands=st.integers(1, 6),
-    momentum=st.sampled_from([0.0, 0.5, 0.9]),
-    decay=st.sampled_from([0.0, 0.1, 0.5]),
-)
+@given(bands=st.integers(1, 6), momentum=st.sampled_from([0.0, 0.5, 0.9]), decay=st.sampled_from([0.0, 0.1, 0.5]))
 def test_banded_square_root_is_the_root_of_momentum_with_weight_decay(bands, momentum, decay):
     root = momentum_root(8, momentum, decay)[:bands, 0]
     strategy = strategies.banded_square_root(8, bands, momentum, decay)

@@ -217,9 +217,7 @@ def test_certified_sigmas_of_a_thousand_steps(epsilon, separation):
 @pytest.mark.parametrize(("epsilon", "delta"), spread([(50.0, 1e-5), (100.0, 1e-5), (15.0, 0.3)], 2))
 def test_a_budget_far_from_any_use_ends_in_a_sentence(epsilon, delta):
     """Moments overflow, or no sample shows anything: neither is of the caller's making."""
-    with pytest.raises(
-        ValueError, match=rf"^delta={delta:g}: .*samples do not show it near .*sampling='cyclic-"
-    ):
+    with pytest.raises(ValueError, match=rf"^delta={delta:g}: .*samples do not show it near .*sampling='cyclic-"):
         calibrate(Identity(80), 1, 0.05, epsilon, delta, seconds=2, seed=1)
 
 
@@ -241,9 +239,7 @@ def test_where_a_few_samples_decide_more_are_drawn():
     """Once 0.279, at which two thousand samples happened to show delta."""
     C = BandedToeplitz([1, 0.5, 0.375, 0.3125], 80)
     found = estimate_sigma(C, 4, 1 / 17, 16.0, 1e-3, samples=2**11, seed=1)
-    assert found.sigma == pytest.approx(
-        0.4465, rel=0.03
-    )  # eight times the samples, five seeds: 0.4446 to 0.4482
+    assert found.sigma == pytest.approx(0.4465, rel=0.03)  # eight times the samples, five seeds: 0.4446 to 0.4482
 
 
 def test_a_large_epsilon_is_certified():

@@ -112,9 +112,7 @@ def test_the_posterior_is_the_one_over_all_sets_and_gives_the_gradient():
     loss, sets, x = privacy_loss(C, 0.8, 3, 0.4), step_sets(8, 3, 0.4), dice.standard_normal(8)
     log_likelihood, taking_part = loss.posterior(x)
     outputs = 0.8 * x  # of C x + z
-    weights = {
-        steps: likelihood(C.materialize(), 0.8, {steps: chance}, outputs) for steps, chance in sets.items()
-    }
+    weights = {steps: likelihood(C.materialize(), 0.8, {steps: chance}, outputs) for steps, chance in sets.items()}
     total = sum(weights.values())
     assert log_likelihood == pytest.approx(math.log(total), abs=1e-10)
     for step in range(8):
@@ -136,10 +134,7 @@ def test_the_posterior_is_the_one_over_all_sets_and_gives_the_gradient():
         ((Identity(8), 1.0, 0, 0.5), "separation=0"),
         ((Identity(8), 1.0, 2, 1.5), "probability=1.5"),
         ((Identity(8), 1e-3, 2, 0.5), "sigma is far from any use"),
-        (
-            (BandedToeplitz([1, 0.5, 0.2], 8), 1.0, 2, 0.5),
-            "separation=2: must be at least the strategy's bands=3",
-        ),
+        ((BandedToeplitz([1, 0.5, 0.2], 8), 1.0, 2, 0.5), "separation=2: must be at least the strategy's bands=3"),
         ((banded_inverse_square_root(8, 2), 1.0, 4, 0.5), "separation=4.*balls-in-bins"),
     ],
 )
@@ -152,8 +147,7 @@ def test_wrong_arguments_are_refused(given, message):
 
 
 @pytest.mark.parametrize(
-    ("steps", "separation", "bands", "copies"),
-    [(5, 2, 2, 2), (4, 2, 1, 4), (5, 3, 3, 3), (4, 6, 2, 3), (4, 1, 1, 3)],
+    ("steps", "separation", "bands", "copies"), [(5, 2, 2, 2), (4, 2, 1, 4), (5, 3, 3, 3), (4, 6, 2, 3), (4, 1, 1, 3)]
 )
 @pytest.mark.parametrize("probability", [0.3, 1.0])
 def test_the_moment_is_the_sum_over_all_tuples_of_sets(steps, separation, bands, copies, probability):
@@ -205,9 +199,7 @@ def fits(proposal, law, rows=20_000):
     return bool(stats.chi2.sf(statistic, len(often)) > RARE)
 
 
-@pytest.mark.parametrize(
-    ("steps", "separation", "bands", "copies"), [(5, 2, 2, 3), (4, 3, 2, 4), (4, 1, 1, 3)]
-)
+@pytest.mark.parametrize(("steps", "separation", "bands", "copies"), [(5, 2, 2, 3), (4, 3, 2, 4), (4, 1, 1, 3)])
 def test_copies_are_drawn_as_often_as_their_weights_say(steps, separation, bands, copies):
     C, sets = random_banded(steps, steps, bands), step_sets(steps, separation, 0.3)
     proposal = Copies(privacy_loss(C, 1.3, separation, 0.3), copies)

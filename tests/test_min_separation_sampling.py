@@ -31,9 +31,7 @@ def taken(batches) -> np.ndarray:
 
 
 def sampler(key=KEY, examples=40, steps=20, separation=4, probability=0.25):
-    return MinSeparationPoisson(
-        key, examples=examples, steps=steps, separation=separation, probability=probability
-    )
+    return MinSeparationPoisson(key, examples=examples, steps=steps, separation=separation, probability=probability)
 
 
 def oracle(key, example, steps, separation, probability):
@@ -123,9 +121,7 @@ PLANTED = {
     "uniform waits": lambda: simulated(np.random.default_rng(4).integers(0, SEPARATION, EXAMPLES)),
     "separation too small": lambda: simulated(stationary(2), separation=2),
     "separation too large": lambda: simulated(stationary(4), separation=4),
-    "probability two percent off": lambda: simulated(
-        stationary(probability=0.306), probability=1.02 * PROBABILITY
-    ),
+    "probability two percent off": lambda: simulated(stationary(probability=0.306), probability=1.02 * PROBABILITY),
     "neighbors alike": following,
 }
 
@@ -191,9 +187,7 @@ def test_the_separation_is_never_violated(examples, steps, separation, probabili
 
 
 @given(**LAWS)
-def test_an_example_more_or_less_does_not_change_the_steps_of_others(
-    examples, steps, separation, probability
-):
+def test_an_example_more_or_less_does_not_change_the_steps_of_others(examples, steps, separation, probability):
     smaller = taken(sampler(KEY, examples, steps, separation, probability))
     larger = taken(sampler(KEY, examples + 1, steps, separation, probability))
     np.testing.assert_array_equal(larger[:-1], smaller)
@@ -221,9 +215,7 @@ def test_a_restart_continues_with_the_same_batches():
 
 
 def test_different_keys_draw_different_batches():
-    one, two, run = (
-        taken(sampler(key, examples=500)) for key in (*keys(2, first=77), KEY.for_run("ab" * 16))
-    )
+    one, two, run = (taken(sampler(key, examples=500)) for key in (*keys(2, first=77), KEY.for_run("ab" * 16)))
     assert (one != two).any(axis=1).mean() > 0.9
     assert (one != run).any(axis=1).mean() > 0.9
 
@@ -231,13 +223,7 @@ def test_different_keys_draw_different_batches():
 def test_provenance_tells_samplers_apart():
     base = sampler().provenance
     assert base["kind"] == "MinSeparationPoisson"
-    changes = [
-        {"key": Key()},
-        {"examples": 41},
-        {"steps": 21},
-        {"separation": 5},
-        {"probability": 0.26},
-    ]
+    changes = [{"key": Key()}, {"examples": 41}, {"steps": 21}, {"separation": 5}, {"probability": 0.26}]
     assert all(sampler(**change).provenance != base for change in changes)
 
 

@@ -135,17 +135,13 @@ def some_step(chance: np.random.Generator, slots: int, kind: str) -> Step:
     if kind == "output":
         return Step(draws, reads, store=1)
     if kind == "ahead":
-        return Step(
-            draws, reads, prepared=1, store=0, forward=tuple(tuple(numbers(slots - 1)) for _ in range(2))
-        )
+        return Step(draws, reads, prepared=1, store=0, forward=tuple(tuple(numbers(slots - 1)) for _ in range(2)))
     if kind == "input":
         return Step((*draws, (2**33 + 2, -0.4), (3, 0.2)), reads, store=reads[0][0], stores_input=True)
     return Step(draws, reads, decays=tuple(numbers(slots)))
 
 
-def taken(
-    found, step: Step, region: Region, slots: int = 6, threads: int = 2, width: int = 0, dtype="float32"
-):
+def taken(found, step: Step, region: Region, slots: int = 6, threads: int = 2, width: int = 0, dtype="float32"):
     """All memory after a step of the kernel, and after the same step in double precision."""
     chance = np.random.default_rng(1)
     memory = {
@@ -175,9 +171,7 @@ def taken(
 
 
 def coordinates_z(step: int, region: Region) -> np.ndarray:
-    spans = [
-        normals.reference(SECRET, step, 9, start, start + region.length) for start in region.starts.tolist()
-    ]
+    spans = [normals.reference(SECRET, step, 9, start, start + region.length) for start in region.starts.tolist()]
     return np.concatenate(spans) if spans else np.empty(0)
 
 
@@ -203,9 +197,7 @@ def test_a_step_is_the_oracles_on_any_region(region, kind):
         np.testing.assert_allclose(value, expected[name], rtol=0, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    ("rows", "columns", "size"), [(1, 1, 1), (6, 15, 1000), (11, 63, 5000), (16, 200, 777)]
-)
+@pytest.mark.parametrize(("rows", "columns", "size"), [(1, 1, 1), (6, 15, 1000), (11, 63, 5000), (16, 200, 777)])
 def test_the_pass_is_a_product_of_matrices(rows, columns, size):
     chance = np.random.default_rng(3)
     matrix = chance.normal(size=(rows, columns)).astype(np.float32)
@@ -260,9 +252,7 @@ def test_float16_and_bfloat16_are_rounded_once_to_nearest_even(scale):
         expected = (before.double() + torch.from_numpy(noise).double()).float().to(dtype)
         finite = torch.isfinite(expected)
         assert torch.equal(torch.isnan(after), torch.isnan(expected))
-        near = (after.view(torch.int16).int() - expected.view(torch.int16).int()).abs()[
-            finite & torch.isfinite(after)
-        ]
+        near = (after.view(torch.int16).int() - expected.view(torch.int16).int()).abs()[finite & torch.isfinite(after)]
         assert near.max() <= 1
         assert (near != 0).float().mean() < 1e-3
 

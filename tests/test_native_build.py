@@ -21,9 +21,7 @@ from native_builds import build, needs_compiler, needs_library
 from noise_families import FAMILIES
 
 ROOT = Path(bandmf.__file__).parents[2]
-needs_repository = pytest.mark.skipif(
-    not (ROOT / "setup.py").exists(), reason="bandmf is installed elsewhere"
-)
+needs_repository = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="bandmf is installed elsewhere")
 
 
 @pytest.fixture
@@ -40,9 +38,7 @@ def repository(tmp_path_factory):
     copy = tmp_path_factory.mktemp("repository")
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
-    shutil.copytree(
-        ROOT / "src", copy / "src", ignore=shutil.ignore_patterns("*.so", "__pycache__", "*.egg-info")
-    )
+    shutil.copytree(ROOT / "src", copy / "src", ignore=shutil.ignore_patterns("*.so", "__pycache__", "*.egg-info"))
     return copy
 
 
@@ -76,9 +72,7 @@ def test_an_sdist_builds_a_wheel_with_the_library_for_any_python(repository, tmp
         "engine.add(engine.init({'w': (9,)}), {'w': np.zeros(9, np.float32)}, 1.0); print(FOLDER)"
     )
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == str(folder), done.stderr[-2000:]
 
 
@@ -90,9 +84,7 @@ def test_without_a_compiler_the_installation_goes_on(repository, tmp_path):
         assert "bandmf/native/kernel.c" in archive.namelist()
 
 
-def test_without_the_library_engines_take_their_other_path_and_say_so_once(
-    fresh, monkeypatch, tmp_path, caplog
-):
+def test_without_the_library_engines_take_their_other_path_and_say_so_once(fresh, monkeypatch, tmp_path, caplog):
     monkeypatch.delenv("BANDMF_NATIVE", raising=False)
     monkeypatch.setattr(native_library, "FOLDER", tmp_path)
     with caplog.at_level(logging.INFO, "bandmf"):

@@ -55,10 +55,7 @@ def comparison() -> str:
             mine, other = (field.split() * 2)[:2]
             same = f"offsetof(struct {ours}, {mine}) == offsetof({theirs}, {other})"
             size = f"sizeof(((struct {ours} *)0)->{mine}) == sizeof((({theirs} *)0)->{other})"
-            lines += [
-                f'_Static_assert({same}, "{ours} {mine}");',
-                f'_Static_assert({size}, "{ours} {mine}");',
-            ]
+            lines += [f'_Static_assert({same}, "{ours} {mine}");', f'_Static_assert({size}, "{ours} {mine}");']
     for ours, theirs in CONSTANTS.items():
         # Minor versions only add; XLA judges how old a handler may be.
         relation = "<=" if ours == "XLA_MINOR" else "=="
@@ -208,9 +205,7 @@ def test_wrong_arguments_are_an_error_and_not_a_crash():
     settings = np.array([100, 0, 20, 0, 5, 1], np.int64)
 
     def call(arguments, settings):
-        made = jax.ffi.ffi_call(
-            native_executor.TARGET, [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in places]
-        )
+        made = jax.ffi.ffi_call(native_executor.TARGET, [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in places])
         return jax.block_until_ready(made(*arguments, settings=settings))
 
     good = *numbers, *table, jnp.zeros(0), jnp.zeros((2, 1), jnp.uint32), *places

@@ -204,11 +204,7 @@ def test_an_error_leaves_the_state_usable(name):
     nan, infinite = np.zeros(SHAPES["weight"]), np.zeros(SHAPES["weight"])
     nan[49, 60], infinite[0, 0] = math.nan, -math.inf
     for gradients, scale, message in [
-        (
-            driver.gradients(bias=driver.array(np.zeros(8))),
-            1.0,
-            r"gradients\['bias'\].shape=\(8,\): must be \(7,\)",
-        ),
+        (driver.gradients(bias=driver.array(np.zeros(8))), 1.0, r"gradients\['bias'\].shape=\(8,\): must be \(7,\)"),
         (driver.gradients(dtype="float16"), 1.0, "was .*float32 at earlier steps"),
         (driver.gradients(bias=driver.array(np.zeros(7), "int32")), 1.0, "dtype='.*int32': must be one of"),
         (driver.gradients(weight=driver.array(nan)), 1.0, "'weight'.*must be finite"),
@@ -292,11 +288,7 @@ def test_a_checkpoint_holds_the_fingerprint_and_not_the_key(name):
 
 
 # NumPy has no bfloat16, and JAX no float64 outside of its 64-bit mode.
-DTYPES = {
-    "numpy": ["float16", "float64"],
-    "torch": ["float16", "bfloat16", "float64"],
-    "jax": ["float16", "bfloat16"],
-}
+DTYPES = {"numpy": ["float16", "float64"], "torch": ["float16", "bfloat16", "float64"], "jax": ["float16", "bfloat16"]}
 DTYPES |= {name: DTYPES[name.split(",")[0]] for name in PLAIN}
 
 
@@ -399,9 +391,7 @@ def test_jax_key_can_stay_out_of_the_compiled_program():
     state, gradients = driver.engine.init(SHAPES), driver.gradients()
     word = str(int(driver.engine.noise_key()[0]))
     inside = str(jax.jit(driver.engine.add).lower(state, gradients, 1.0).as_text())
-    outside = str(
-        jax.jit(driver.engine.add).lower(state, gradients, 1.0, driver.engine.noise_key()).as_text()
-    )
+    outside = str(jax.jit(driver.engine.add).lower(state, gradients, 1.0, driver.engine.noise_key()).as_text())
     assert word not in outside
     assert len(outside) > 1000
     assert word in inside or "dense<" in inside
@@ -468,9 +458,7 @@ def test_history_is_read_in_at_most_two_long_operations(monkeypatch):
 
     calls = []
     original = torch.Tensor.addmv_
-    monkeypatch.setattr(
-        torch.Tensor, "addmv_", lambda *given: calls.append(len(given[2])) or original(*given)
-    )
+    monkeypatch.setattr(torch.Tensor, "addmv_", lambda *given: calls.append(len(given[2])) or original(*given))
     engine = Engine(toeplitz(120, 40), kernels="torch")
     state, reads = engine.init({"w": (100,), "v": (3, 5)}), []
     for _ in range(120):
@@ -499,10 +487,7 @@ def test_an_interrupted_step_is_not_taken_again_with_other_noise(monkeypatch):
         patched.setattr(normals.Drawer, "white", interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.add(state, {"w": torch.zeros(100)}, 1.0)
-    for refused in (
-        lambda: engine.add(state, {"w": torch.zeros(100)}, 1.0),
-        lambda: engine.state_dict(state),
-    ):
+    for refused in (lambda: engine.add(state, {"w": torch.zeros(100)}, 1.0), lambda: engine.state_dict(state)):
         with pytest.raises(RuntimeError, match="step=14 was interrupted"):
             refused()
     again, clean = {"w": torch.zeros(100)}, {"w": torch.zeros(100)}

@@ -51,9 +51,7 @@ def test_every_schedule_spells_out_the_inverse(strategy):
     for kept in range(needed + 1):
         schedule = Schedule(strategy, kept_inputs=kept)
         matrix, draws = followed(schedule)
-        np.testing.assert_allclose(
-            matrix, expected, rtol=1e-14, atol=0
-        )  # double rounding: the tree sums another way
+        np.testing.assert_allclose(matrix, expected, rtol=1e-14, atol=0)  # double rounding: the tree sums another way
         assert draws <= 1 + needed - kept
         assert schedule.vectors == schedule.slots == kept
 
@@ -88,11 +86,7 @@ def test_the_limit_of_a_plan_is_never_passed():
 @pytest.mark.parametrize(
     ("strategy", "options", "message"),
     [
-        (
-            INVERSE,
-            {"kept_inputs": 5},
-            r"kept_inputs=5: must be a whole number between 0 and 4 \(bands of C\^-1",
-        ),
+        (INVERSE, {"kept_inputs": 5}, r"kept_inputs=5: must be a whole number between 0 and 4 \(bands of C\^-1"),
         (INVERSE, {"kept_inputs": -1}, "kept_inputs=-1: must be a whole number between 0 and 4"),
         (INVERSE, {"kept_inputs": 1.5}, "kept_inputs=1.5"),
         (INVERSE, {"kept_inputs": 3, "max_vectors": 2}, r"between 0 and 2 \(max_vectors=2\)"),
@@ -140,9 +134,7 @@ def test_a_wrong_history_is_seen_by_the_comparison_with_the_oracle(planted, monk
         if planted == "y is stored":
             return replace(step, stores_input=False)
         if planted == "one step too old":
-            return replace(
-                step, reads=tuple(((slot - 1) % self.slots, weight) for slot, weight in step.reads)
-            )
+            return replace(step, reads=tuple(((slot - 1) % self.slots, weight) for slot, weight in step.reads))
         return replace(step, store=None)
 
     key = Key()

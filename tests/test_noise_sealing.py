@@ -41,9 +41,7 @@ def test_every_word_is_that_of_the_oracle():
     state = state_of(SHAPES)
     clear = {name: vectors.clone() for name, vectors in state.history.items()}
     with sealing.sealed(state, KEY, lambda value: [value], SALT):
-        pads = {
-            n: (v.view(torch.int32) ^ clear[n].view(torch.int32)).numpy() for n, v in state.history.items()
-        }
+        pads = {n: (v.view(torch.int32) ^ clear[n].view(torch.int32)).numpy() for n, v in state.history.items()}
     words = chacha.key_words(KEY.derive(f"history/4/{SALT}").secret)
     for tensor, (name, pad) in enumerate(pads.items()):
         for slot in range(2):
@@ -94,9 +92,7 @@ def test_the_sums_are_the_same_in_numpy_and_torch():
     words, low, high = generator.integers(-(2**31), 2**31, (3, 1000)).astype(np.int32)
     by_torch = sealing._product(*(torch.from_numpy(each) for each in (words, low, high)))
     assert sealing._product(words, low, high) == by_torch
-    exact = sum(
-        int(w) * ((int(h) << 32) + (int(x) & 0xFFFFFFFF)) for w, x, h in zip(words, low, high, strict=True)
-    )
+    exact = sum(int(w) * ((int(h) << 32) + (int(x) & 0xFFFFFFFF)) for w, x, h in zip(words, low, high, strict=True))
     assert (exact - by_torch) % 2**64 == 0
 
 
@@ -108,18 +104,14 @@ def test_any_sharding_has_the_tag_of_the_whole():
         for number, (low, high) in enumerate(itertools.pairwise(cuts)):
             others = Region.span(0, 0) if number else None
             parts = {"a": Region.span(low, high)} | ({"b": others, "c": others} if number else {})
-            tag = sealing._tag(
-                state_of(SHAPES, parts), secret, lambda value, t=totals: (t.append(value), list(t))[1]
-            )
+            tag = sealing._tag(state_of(SHAPES, parts), secret, lambda value, t=totals: (t.append(value), list(t))[1])
         assert tag == expected
     rows = [Region.box((6, 20), (0, low), (6, 10)) for low in (0, 10)]  # columns: not contiguous
     none = Region.span(0, 0)
     totals = []
     for number, region in enumerate(rows):
         parts = {"b": region} | ({"a": none, "c": none} if number else {})
-        tag = sealing._tag(
-            state_of(SHAPES, parts), secret, lambda value, t=totals: (t.append(value), list(t))[1]
-        )
+        tag = sealing._tag(state_of(SHAPES, parts), secret, lambda value, t=totals: (t.append(value), list(t))[1])
     assert tag == expected
 
 

@@ -108,9 +108,7 @@ def test_the_running_sums_drawn_with_numpy_have_the_errors_of_theory(executed):
     left = executed["from_dp_sgd_to_bandmf"][1]["left over"]
     coefficients = [math.comb(2 * k, k) / 4**k for k in range(512)]
     assert left["independent"] == pytest.approx(math.sqrt(512))
-    assert left["correlated"] == pytest.approx(
-        math.fsum(c * c for c in coefficients)
-    )  # both factors are the root
+    assert left["correlated"] == pytest.approx(math.fsum(c * c for c in coefficients))  # both factors are the root
 
 
 def test_limits_are_kept_and_errors_are_in_the_order_that_is_told(executed):
@@ -212,9 +210,7 @@ def faults(content):
         "has no code": "code" not in kinds,
         "changes when it is saved": cells != [(cell.cell_type, cell.source) for cell in again.cells],
         "holds outputs": any(cell.get("outputs") for cell in notebook.cells) or "data:image" in content,
-        "names a file that is not there": not all(
-            (ROOT / n).exists() or (FOLDER / n).exists() for n in named
-        ),
+        "names a file that is not there": not all((ROOT / n).exists() or (FOLDER / n).exists() for n in named),
     }
     return [complaint for complaint, wrong in checks.items() if wrong]
 
@@ -244,11 +240,5 @@ def test_a_planted_fault_of_a_source_is_found(old, new, complaint):
 def test_no_notebook_with_outputs_is_part_of_the_repository():
     assert "*.ipynb" in (ROOT / ".gitignore").read_text().splitlines()
     if (ROOT / ".git").exists():
-        listed = subprocess.run(
-            ["git", "ls-files", "*.ipynb"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        listed = subprocess.run(["git", "ls-files", "*.ipynb"], cwd=ROOT, capture_output=True, text=True, check=True)
         assert listed.stdout == ""

@@ -102,9 +102,7 @@ WORKLOADS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "bands", "objective"), in_turn(list(WORKLOADS), [1, 3, 24], ["mean", "weighted"])
-)
+@pytest.mark.parametrize(("name", "bands", "objective"), in_turn(list(WORKLOADS), [1, 3, 24], ["mean", "weighted"]))
 def test_it_converges_to_the_optimum_of_the_explicit_convex_problem(name, bands, objective):
     objective = np.geomspace(1, 9, 24) if objective == "weighted" else objective
     implicit = banded(24, bands, workload=WORKLOADS[name], objective=objective)
@@ -230,9 +228,7 @@ def test_the_proved_bound_never_exceeds_the_true_optimum(seed, noise, shrink, ba
 def test_no_feasible_competitor_is_below_the_proved_bound(seed, noise, bands):
     workload, claimed = momentum_optimum(bands, 0.9)
     competitor = Banded(near(claimed.strategy.columns(), np.random.default_rng(seed), noise))
-    assert error.rmse(competitor, workload=workload) >= claimed.rmse / (1 + claimed.optimality_gap) * (
-        1 - 1e-12
-    )
+    assert error.rmse(competitor, workload=workload) >= claimed.rmse / (1 + claimed.optimality_gap) * (1 - 1e-12)
 
 
 @cache
@@ -323,9 +319,7 @@ def test_a_family_of_ones_own_reaches_its_optimum(steps, bands):
 def test_a_family_of_ones_own_serves_any_workload_and_objective():
     entries, pullback = toeplitz_family(64, 4)
     workload, weights = workloads.momentum(64, 0.9), np.linspace(1, 3, 64)
-    solution = parameterized(
-        entries, pullback, np.array([1.0, 0.5, 0.3, 0.2]), workload=workload, objective=weights
-    )
+    solution = parameterized(entries, pullback, np.array([1.0, 0.5, 0.3, 0.2]), workload=workload, objective=weights)
     assert solution.objective == pytest.approx(
         banded_toeplitz(64, 4, workload=workload, objective=weights).objective, rel=1e-9
     )
@@ -344,9 +338,7 @@ def test_the_family_of_everything_is_banded_itself():
 def test_proofs_are_tried_when_they_are_expected_to_succeed():
     schedule = _ProofSchedule(goal=1e-4, first=50)
     tried = []
-    while (
-        not tried or 4.0 / tried[-1] ** 2 > 1e-4
-    ):  # a gap that falls like 1 / iteration^2: proved from 200 on
+    while not tried or 4.0 / tried[-1] ** 2 > 1e-4:  # a gap that falls like 1 / iteration^2: proved from 200 on
         tried.append(schedule.next)
         schedule.note(tried[-1], 4.0 / tried[-1] ** 2)
     assert tried[:2] == [50, 60]

@@ -26,14 +26,7 @@ from bins_search_oracles import Sampled, gram, monte_carlo
 from oracles import errors, slope, toeplitz_matrix
 from sweeps import some_long
 
-FAMILIES = [
-    ("banded-inverse", 1),
-    ("banded-inverse", 2),
-    ("banded-inverse", 5),
-    ("blt", 1),
-    ("blt", 3),
-    ("banded", 6),
-]
+FAMILIES = [("banded-inverse", 1), ("banded-inverse", 2), ("banded-inverse", 5), ("blt", 1), ("blt", 3), ("banded", 6)]
 sizes = st.integers(1, 24).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n)))
 seeds = st.integers(0, 2**32 - 1)
 
@@ -108,9 +101,7 @@ def test_the_adjoint_of_the_strided_sums_is_one(size, seed):
 
 @pytest.mark.parametrize(("name", "size"), FAMILIES)
 @pytest.mark.parametrize("objective", ["mean", "max"])
-@pytest.mark.parametrize(
-    "workload", [workloads.prefix(20), workloads.momentum(20, 0.9)], ids=["prefix", "momentum"]
-)
+@pytest.mark.parametrize("workload", [workloads.prefix(20), workloads.momentum(20, 0.9)], ids=["prefix", "momentum"])
 def test_error_and_coefficients_of_a_family_are_those_of_its_strategies(name, size, objective, workload):
     if name == "blt" and not workload.is_prefix:
         with pytest.raises(ValueError, match="prefix sums only"):
@@ -126,10 +117,7 @@ def test_error_and_coefficients_of_a_family_are_those_of_its_strategies(name, si
     assert_allclose(gradient, slope(lambda y: family.squared_error(y)[0], x), rtol=1e-7, atol=1e-7)
     down = generator.standard_normal(20)
     assert_allclose(
-        family.pull_back(x, down),
-        slope(lambda y: float(family.coefficients(y) @ down), x),
-        rtol=1e-7,
-        atol=1e-8,
+        family.pull_back(x, down), slope(lambda y: float(family.coefficients(y) @ down), x), rtol=1e-7, atol=1e-8
     )
 
 
@@ -163,9 +151,7 @@ def test_a_start_of_another_size_or_kind_is_fitted_or_refused():
     with pytest.raises(ValueError, match="must be a BandedInverse"):
         family.unknowns(strategies.Identity(40))
     with pytest.raises(ValueError, match="size=2 buffers, without negative scales"):
-        family_named("blt", 2, workloads.prefix(40), "mean").unknowns(
-            strategies.BufferedToeplitz([0.3], [0.5], 40)
-        )
+        family_named("blt", 2, workloads.prefix(40), "mean").unknowns(strategies.BufferedToeplitz([0.3], [0.5], 40))
 
 
 @pytest.mark.parametrize(("name", "size"), [("banded-inverse", 16), ("blt", 4), ("banded", 64)])
@@ -252,8 +238,7 @@ def test_the_derivative_of_delta_is_the_posteriors_product():
     """d delta / dK_ij is proportional to E[pi_i pi_j | L = e^eps]: Kahane's formula, by differences."""
     moves = [np.array([[1, 0], [0, 0]]), np.array([[0, 1], [1, 0]]), np.array([[0, 0], [0, 1]])]
     by_move = [
-        (two_bins_delta(TWO_BINS + 0.02 * m, 1.0) - two_bins_delta(TWO_BINS - 0.02 * m, 1.0)) / 0.04
-        for m in moves
+        (two_bins_delta(TWO_BINS + 0.02 * m, 1.0) - two_bins_delta(TWO_BINS - 0.02 * m, 1.0)) / 0.04 for m in moves
     ]
     T = Sampled(TWO_BINS, 2, 400_000, 6).posterior_products(1.0, 0.05)
     sampled = np.array([np.sum(T * m) for m in moves])
@@ -287,9 +272,7 @@ def first_bin_only(gram, epsilon, delta):
 def test_without_amplification_the_search_finds_what_the_other_optimizers_find(name, size, epochs):
     optimizer = {"banded-inverse": optimize.banded_inverse, "blt": optimize.buffered_toeplitz}[name]
     known = optimizer(128, size, participation=FixedEpochs(epochs))
-    found = optimize_for_bins(
-        name, 128, 128 // epochs, 1.0, 1e-6, size=size, estimate=first_bin_only, tolerance=1e-7
-    )
+    found = optimize_for_bins(name, 128, 128 // epochs, 1.0, 1e-6, size=size, estimate=first_bin_only, tolerance=1e-7)
     assert found.converged, found.message
     assert found.rmse == pytest.approx(known.rmse, rel=1e-5)
 
@@ -326,9 +309,7 @@ def test_what_the_search_reports_is_what_the_strategy_has(best):
     for solution in best.values():
         assert solution.converged, solution.message
         again = estimated(solution.strategy, seed=1, samples=24_000)
-        assert solution.rmse == pytest.approx(
-            again, rel=0.01
-        )  # the search's samples: 4 percent of delta, 0.2 of sigma
+        assert solution.rmse == pytest.approx(again, rel=0.01)  # the search's samples: 4 percent of delta, 0.2 of sigma
         assert solution.rmse == pytest.approx(solution.sigma * solution.error, rel=1e-12)
         assert solution.error == pytest.approx(math.sqrt(mean_squared_error(solution.strategy)), rel=1e-12)
         assert solution.optimality_gap is None  # nothing is proved
@@ -387,9 +368,7 @@ def test_the_largest_error_is_an_objective_too():
     mean = optimize_for_bins("banded-inverse", STEPS, CYCLE, EPSILON, DELTA, **options)
     largest = optimize_for_bins("banded-inverse", STEPS, CYCLE, EPSILON, DELTA, objective="max", **options)
     assert largest.objective > largest.rmse
-    worst = mean.sigma * math.sqrt(
-        errors(mean.strategy.materialize(), np.tril(np.ones((STEPS, STEPS)))).max()
-    )
+    worst = mean.sigma * math.sqrt(errors(mean.strategy.materialize(), np.tril(np.ones((STEPS, STEPS)))).max())
     assert largest.objective < worst
 
 
@@ -398,15 +377,7 @@ def test_the_largest_error_is_an_objective_too():
 
 def test_a_search_that_runs_out_of_estimates_has_not_converged():
     solution = optimize_for_bins(
-        "banded-inverse",
-        STEPS,
-        CYCLE,
-        EPSILON,
-        DELTA,
-        size=8,
-        estimate=sampled,
-        most_estimates=2,
-        tolerance=0,
+        "banded-inverse", STEPS, CYCLE, EPSILON, DELTA, size=8, estimate=sampled, most_estimates=2, tolerance=0
     )
     assert (solution.outcome, solution.converged, len(solution.estimates)) == (Outcome.LIMIT, False, 2)
     assert "most_estimates=2" in solution.message
@@ -462,14 +433,7 @@ def test_an_estimate_that_makes_no_sense_is_refused(sigma, posterior, complaint)
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(changed, complaint):
-    arguments = {
-        "family": "banded-inverse",
-        "steps": 16,
-        "cycle": 4,
-        "epsilon": 1.0,
-        "delta": 1e-6,
-        "size": 2,
-    }
+    arguments = {"family": "banded-inverse", "steps": 16, "cycle": 4, "epsilon": 1.0, "delta": 1e-6, "size": 2}
     with pytest.raises(ValueError, match=complaint):
         optimize_for_bins(**{**arguments, "estimate": first_bin_only, **changed})
 
@@ -485,9 +449,7 @@ CASES = [(name, epsilon) for name in REFERENCE if name != "_note" for epsilon in
 def test_the_search_reaches_the_reference_within_half_a_percent(name, epsilon):
     """Judged on draws that the search did not see, so that it gains nothing from luck."""
     family, size = name.split(",")
-    solution = optimize_for_bins(
-        family, 1024, 128, float(epsilon), 1e-6, size=int(size), estimate=monte_carlo
-    )
+    solution = optimize_for_bins(family, 1024, 128, float(epsilon), 1e-6, size=int(size), estimate=monte_carlo)
     assert solution.converged, solution.message
     G = gram(solution.strategy.materialize(), 128)
     fresh = monte_carlo(G, float(epsilon), 1e-6, samples=60_000, seed=99)

@@ -62,9 +62,7 @@ def test_what_is_reported_is_the_error_of_the_strategy_that_is_returned(steps, e
     assert isinstance(solution.strategy, Dense)
     assert_allclose(C, np.tril(C), atol=0)
     assert solution.rmse**2 == pytest.approx(epochs * errors(C, np.tri(steps)).mean(), rel=1e-9)
-    assert solution.rmse == pytest.approx(
-        error.rmse(solution.strategy, participation=FixedEpochs(epochs)), rel=1e-9
-    )
+    assert solution.rmse == pytest.approx(error.rmse(solution.strategy, participation=FixedEpochs(epochs)), rel=1e-9)
     assert solution.objective == solution.rmse
 
 
@@ -220,8 +218,6 @@ def test_the_fixed_point_ends_where_descent_over_all_entries_ends(steps, epochs)
     """Two methods that share nothing: iteration on the dual variables, and L-BFGS over the entries of X."""
     fast = dense(steps, epochs=epochs)
     slow = BandSearch(np.tri(steps), Classes(steps, epochs), steps, None)(parse("mean", steps), 1e-7, 3000)
-    assert fast.rmse == pytest.approx(
-        np.sqrt(epochs * np.mean(squared_errors(np.tri(steps), slow.X))), rel=2e-6
-    )
+    assert fast.rmse == pytest.approx(np.sqrt(epochs * np.mean(squared_errors(np.tri(steps), slow.X))), rel=2e-6)
     assert fast.optimality_gap <= 1e-6
     assert slow.lower <= fast.rmse**2 / epochs * (1 + 1e-12)

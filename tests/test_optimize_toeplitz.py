@@ -17,14 +17,7 @@ from bandmf.error.toeplitz_response import correlate, divide_series, inverse_ser
 from bandmf.optimize import banded_toeplitz, inverse_plus_constant, stretch
 from bandmf.optimize.descent import descend
 from bandmf.strategies import BandedToeplitz
-from oracles import (
-    errors,
-    normalized,
-    nuclear_norm_bound,
-    slope,
-    square_root_coefficients,
-    toeplitz_matrix,
-)
+from oracles import errors, normalized, nuclear_norm_bound, slope, square_root_coefficients, toeplitz_matrix
 from sweeps import in_turn
 
 MODES = (False, "after", "optimized")
@@ -51,8 +44,7 @@ def measured(strategy, objective):
 
 
 @pytest.mark.parametrize(
-    ("table", "mode"),
-    [("toeplitz_mean_rmse", False), ("posthoc_normalized_toeplitz_rmse", "after")],
+    ("table", "mode"), [("toeplitz_mean_rmse", False), ("posthoc_normalized_toeplitz_rmse", "after")]
 )
 def test_every_reference_optimum_is_reached(reference, table, mode):
     for (steps, bands), expected in reference[table].items():
@@ -218,8 +210,7 @@ def test_each_objective_is_best_at_its_own():
     weights = np.linspace(3.0, 1.0, 200)
     objectives = {"mean": "mean", "max": "max", "weighted": weights}
     found = {
-        name: banded_toeplitz(200, 8, objective=o, normalize_columns=False).strategy
-        for name, o in objectives.items()
+        name: banded_toeplitz(200, 8, objective=o, normalize_columns=False).strategy for name, o in objectives.items()
     }
     for name, objective in objectives.items():
         own = measured(found[name], objective)

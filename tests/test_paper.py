@@ -105,9 +105,7 @@ RECOMPUTED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", some_long(RECOMPUTED, lambda name: name not in ("benefits", "bands_and_epochs"))
-)
+@pytest.mark.parametrize("name", some_long(RECOMPUTED, lambda name: name not in ("benefits", "bands_and_epochs")))
 def test_the_record_is_what_the_code_computes(name):
     one, rows = paper.experiment(name), table.read(RECORD / f"{name}.csv")
     for wanted in RECOMPUTED[name]:

@@ -10,13 +10,7 @@ torch = pytest.importorskip("torch")
 from bandmf.demo import text  # noqa: E402
 from bandmf.paper.training import learning_runs, many_models  # noqa: E402
 from bandmf.paper.training.tiny_transformer import Sizes, example_gradients, losses  # noqa: E402
-from bandmf.strategies import (  # noqa: E402
-    Banded,
-    BandedToeplitz,
-    BufferedToeplitz,
-    Identity,
-    tree_aggregation,
-)
+from bandmf.strategies import Banded, BandedToeplitz, BufferedToeplitz, Identity, tree_aggregation  # noqa: E402
 
 SIZES = Sizes(characters=11, context=7, width=8, layers=2, heads=2)
 COMPACT = np.array([[1, 0.4, 0.2]] * 18 + [[1, 0.3, 0], [1, 0, 0]])

@@ -96,18 +96,14 @@ def test_equal_lines_leave_only_lining_up():
 def test_less_than_the_whole_is_not_judged(lacking):
     rows = table(as_in_the_paper)
     (name, value), *_ = lacking.items()
-    fewer = (
-        table(as_in_the_paper, **lacking) if name == "setting" else Table(r for r in rows if r[name] != value)
-    )
+    fewer = table(as_in_the_paper, **lacking) if name == "setting" else Table(r for r in rows if r[name] != value)
     for claim in (*learning.EXPERIMENT.claims, *learning_max_error.EXPERIMENT.claims):
         assert claim.judge(fewer) == not_judged
         assert claim.judge(Table()) == not_judged
 
 
 def test_rows_of_this_run_go_before_recorded_ones():
-    rows = Table(
-        [{"setting": "full", "date": "2026-01-01", "x": 1}, {"setting": "full", "date": None, "x": 2}]
-    )
+    rows = Table([{"setting": "full", "date": "2026-01-01", "x": 1}, {"setting": "full", "date": None, "x": 2}])
     assert machines.rows_of(rows, "full").column("x") == [2]
     assert machines.rows_of(Table(rows[:1]), "full").column("x") == [1]
     assert machines.rows_of(rows, "tiny") == []
@@ -133,9 +129,7 @@ def test_what_is_recorded_is_the_whole_setting():
             optimizer=point["optimizer"], seed=point["seed"], strategy=learning_runs.name_of(point["bands"])
         )
         expected = [(level, rate) for level in setting.levels for rate in setting.rates[point["optimizer"]]]
-        assert sorted(zip(found.column("rmse"), found.column("learning_rate"), strict=True)) == sorted(
-            expected
-        )
+        assert sorted(zip(found.column("rmse"), found.column("learning_rate"), strict=True)) == sorted(expected)
 
 
 @pytest.mark.parametrize(
@@ -154,10 +148,7 @@ def timings(noise, clipping):
     common = {"setting": "BERT-base", "machine": "some GPU", "date": None}
     return Table(
         [{**common, "part": "noise", "bands": k, "batch": None, "milliseconds": v} for k, v in noise.items()]
-        + [
-            {**common, "part": "clipping", "bands": None, "batch": k, "milliseconds": v}
-            for k, v in clipping.items()
-        ]
+        + [{**common, "part": "clipping", "bands": None, "batch": k, "milliseconds": v} for k, v in clipping.items()]
     )
 
 

@@ -119,9 +119,7 @@ def test_rounds_and_probability_match_a_brute_force_sampler(data):
     examples = data.draw(st.integers(1, 200))
     batch = data.draw(st.integers(1, examples))
     bands = data.draw(st.integers(1, max(1, min(steps, examples // batch))))
-    p = bandmf.plan(
-        delta=1e-3, examples=examples, batch_size=batch, steps=steps, bands=bands, noise_multiplier=5.0
-    )
+    p = bandmf.plan(delta=1e-3, examples=examples, batch_size=batch, steps=steps, bands=bands, noise_multiplier=5.0)
     turns = np.zeros(bands, int)
     for i in range(steps):
         turns[i % bands] += 1
@@ -238,12 +236,7 @@ def test_the_rule_of_thumb_is_one_of_cyclic_poisson_sampling(plan):
 
 def test_one_candidate_is_the_chosen_one(plan):
     """Without amplification all candidates have the same noise, so that it does not tell them apart."""
-    limited = {
-        "participation": MinSeparation(4, 100),
-        "sampling": "auto",
-        "parameters": 1_000,
-        "memory": 40_000,
-    }
+    limited = {"participation": MinSeparation(4, 100), "sampling": "auto", "parameters": 1_000, "memory": 40_000}
     users = bandmf.plan(**(SMALL | limited))
     assert len(users.candidates) == 2
     assert len({c.noise_multiplier for c in users.candidates}) == 1
@@ -281,9 +274,7 @@ def test_amplified_and_fixed_epoch_plans_agree_at_full_participation():
 
 @pytest.mark.parametrize("examples", [None, 400])
 def test_one_release_is_spent_whole_however_few_steps_were_taken(examples):
-    p = bandmf.plan(
-        epsilon=8, delta=1e-6, batch_size=40, steps=40, examples=examples, participation=FixedEpochs(4)
-    )
+    p = bandmf.plan(epsilon=8, delta=1e-6, batch_size=40, steps=40, examples=examples, participation=FixedEpochs(4))
     assert p.spent_after(0) == 0
     assert p.spent_after(1) == p.spent_after(40) == p.spent() == pytest.approx(8, rel=1e-3)
 
@@ -317,10 +308,7 @@ def test_the_memory_of_a_plan_is_what_the_engine_allocates(device, limit):
     kernels = "triton" if device == "cuda" else "torch"  # on the CPU it is only allocated for
     engine = Engine(p.strategy, kernels=kernels, max_vectors=p.max_vectors)
     assert held_by(engine, sizes) == p.memory
-    vectors = {
-        "cpu": {None: 39, 31: 31, 34: 34, 36: 36, 43: 39},
-        "cuda": {None: 43, 31: 31, 34: 34, 36: 36, 43: 43},
-    }
+    vectors = {"cpu": {None: 39, 31: 31, 34: 34, 36: 36, 43: 39}, "cuda": {None: 43, 31: 31, 34: 34, 36: 36, 43: 43}}
     assert p.memory == 4 * 704 * vectors[device][limit]
 
 
@@ -350,9 +338,7 @@ def test_a_capped_engine_looks_less_far_ahead_before_the_plan_takes_fewer_bands(
     assert fewest.bands == 2  # one vector
 
 
-@pytest.mark.parametrize(
-    "fixed", [{"bands": 40}, {"strategy": bandmf.strategies.banded_square_root(400, 40)}]
-)
+@pytest.mark.parametrize("fixed", [{"bands": 40}, {"strategy": bandmf.strategies.banded_square_root(400, 40)}])
 def test_a_fixed_choice_that_does_not_fit_is_refused(fixed):
     with pytest.raises(ValueError, match=r"bands=40: memory holds|max_vectors=35"):
         bandmf.plan(**SMALL, **fixed, parameters=1000, memory=4 * 1000 * 35)
@@ -434,12 +420,7 @@ def test_batches_that_do_not_fit_the_participation_are_refused(participation, ba
     """Once such plans trained on half of the data, or divided by a batch size that no batch had."""
     with pytest.raises(ValueError, match="passes over examples=1000"):
         bandmf.plan(
-            epsilon=8,
-            delta=1e-6,
-            examples=1000,
-            batch_size=batch_size,
-            steps=steps,
-            participation=participation,
+            epsilon=8, delta=1e-6, examples=1000, batch_size=batch_size, steps=steps, participation=participation
         )
 
 
@@ -538,11 +519,7 @@ def test_a_large_strategy_lies_beside_the_plan_and_is_bound_to_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"epsilon": 4.0}, "digest does not match"),
-        ({"schema": 99}, "schema 99 is unknown"),
-    ],
+    ("change", "message"), [({"epsilon": 4.0}, "digest does not match"), ({"schema": 99}, "schema 99 is unknown")]
 )
 def test_a_tampered_or_unknown_file_is_refused(plan, tmp_path, change, message):
     path = plan.save(tmp_path / "plan.json")

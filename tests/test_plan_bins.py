@@ -160,13 +160,7 @@ def forged(plan, path, **changes):
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"sigma": 0.97},
-        {"samples": 100_000},
-        {"failure": 1e-9},
-        {"gram_marks": [1.0, 2.0, 3.0]},
-        {"weight_bound": 1e-9},
-    ],
+    [{"sigma": 0.97}, {"samples": 100_000}, {"failure": 1e-9}, {"gram_marks": [1.0, 2.0, 3.0]}, {"weight_bound": 1e-9}],
     ids=lambda change: next(iter(change)),
 )
 def test_a_certificate_that_is_not_true_is_refused(plan, tmp_path, change):
@@ -190,9 +184,7 @@ def test_a_certificate_with_another_seed_is_refused(plan, tmp_path):
 
 
 def test_a_strategy_that_the_certificate_is_not_for_is_refused(plan):
-    other = in_float32(
-        strategies.BufferedToeplitz(1.1 * plan.strategy.scales, plan.strategy.decays, plan.steps)
-    )
+    other = in_float32(strategies.BufferedToeplitz(1.1 * plan.strategy.scales, plan.strategy.decays, plan.steps))
     with pytest.raises(NotCertifiedError):
         dataclasses.replace(plan, strategy=other)
 
@@ -219,13 +211,7 @@ def test_estimates_and_borrowed_certificates_never_make_a_plan(plan, change, mes
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"noise_multiplier": 1e-3},
-        {"epsilon": 0.01},
-        {"epsilon": math.inf},
-        {"delta": 1e-12},
-        {"batch_size": 500.0},
-    ],
+    [{"noise_multiplier": 1e-3}, {"epsilon": 0.01}, {"epsilon": math.inf}, {"delta": 1e-12}, {"batch_size": 500.0}],
     ids=lambda change: next(iter(change)),
 )
 def test_a_plan_that_was_changed_by_force_is_not_confirmed(plan, change):
@@ -239,9 +225,7 @@ def test_a_plan_that_was_changed_by_force_is_not_confirmed(plan, change):
 
 @pytest.mark.parametrize(
     "budget",
-    some_long(
-        [{"epsilon": 150.0}, {"epsilon": 1e-3}, {"delta": 0.3}], lambda budget: budget.get("epsilon") == 150
-    ),
+    some_long([{"epsilon": 150.0}, {"epsilon": 1e-3}, {"delta": 0.3}], lambda budget: budget.get("epsilon") == 150),
     ids=str,
 )
 def test_budgets_far_from_any_use_are_planned_with_cyclic_poisson(budget):
@@ -285,10 +269,7 @@ def test_too_little_time_to_certify_falls_back_to_cyclic_poisson_and_says_so():
     [
         ({"steps": 19}, "takes at least one whole epoch, 20 steps"),
         ({"adjacency": "replace"}, "not against adjacency='replace'"),
-        (
-            {"batch_size": 1.0, "examples": 5_000, "steps": 5_000},
-            "takes long to account for 5000 steps an epoch",
-        ),
+        ({"batch_size": 1.0, "examples": 5_000, "steps": 5_000}, "takes long to account for 5000 steps an epoch"),
     ],
     ids=["less than an epoch", "replace", "many bins"],
 )
@@ -316,16 +297,7 @@ def test_what_only_cyclic_poisson_has_asks_for_it(given):
         ({"mechanism": "banded-inverse", "parameters": 10, "memory": 40.0 * 3}, "banded-inverse", 3),
         ({"parameters": 10, "memory": 1.0}, "banded-inverse", 0),  # memory for nothing
     ],
-    ids=[
-        "blt",
-        "inverse",
-        "inverse of 4",
-        "inverse of 3",
-        "banded",
-        "bands",
-        "inverse keeping 3",
-        "no memory",
-    ],
+    ids=["blt", "inverse", "inverse of 4", "inverse of 3", "banded", "bands", "inverse keeping 3", "no memory"],
 )
 def test_a_mechanism_that_is_asked_for_is_planned(given, mechanism, vectors):
     found = bandmf.plan(**SMALL, **given)
@@ -406,9 +378,7 @@ def test_its_sampler_keeps_examples_apart_and_batches_at_their_size(separated):
 @pytest.mark.long
 def test_the_last_digit_of_a_ratio_refuses_nothing():
     """examples / batch_size is 7, but steps / (steps * batch_size / examples) a little less."""
-    found = bandmf.plan(
-        epsilon=8, delta=1e-3, examples=70, batch_size=10, steps=9, sampling="b-min-sep", bands=7
-    )
+    found = bandmf.plan(epsilon=8, delta=1e-3, examples=70, batch_size=10, steps=9, sampling="b-min-sep", bands=7)
     assert found.sampling_probability == 1
     one, other = (
         bandmf.plan(epsilon=8, delta=1e-3, examples=n, batch_size=b, steps=30, sampling="b-min-sep", bands=2)
@@ -428,9 +398,7 @@ def test_bands_are_found_by_doubling_and_halving():
     found = bandmf.plan(epsilon=8, delta=1e-3, examples=600, batch_size=50, steps=24, sampling="b-min-sep")
     others = [c for c in found.candidates if c.bands != found.bands]
     assert others
-    assert all(
-        c.rmse > 0.97 * found.rmse for c in others
-    )  # the chosen one is certified, the others estimated
+    assert all(c.rmse > 0.97 * found.rmse for c in others)  # the chosen one is certified, the others estimated
 
 
 def test_a_batch_size_that_bins_cannot_have_is_mentioned(plan):
@@ -479,7 +447,5 @@ def test_a_cycle_is_an_epoch_rounded_up_or_the_only_epoch(examples, batch_size, 
 
 
 def test_the_divisor_is_the_expected_size_of_a_bin():
-    found = bandmf.plan(
-        epsilon=8, delta=1e-5, examples=1_000, batch_size=60, steps=80, sampling="balls-in-bins"
-    )
+    found = bandmf.plan(epsilon=8, delta=1e-5, examples=1_000, batch_size=60, steps=80, sampling="balls-in-bins")
     assert (found.cycle, found.batch_size) == (17, 1_000 / 17)

@@ -110,9 +110,7 @@ def test_a_cached_certificate_that_cannot_be_used_is_computed_again_and_replaced
 
 @pytest.mark.parametrize(
     "answer",
-    spread(
-        [{"strategy": {"scales": [0.1]}, "sigma": 1.0}, {"sigma": 1.0}, {"strategy": 1, "sigma": 1.0}, 3], 2
-    ),
+    spread([{"strategy": {"scales": [0.1]}, "sigma": 1.0}, {"sigma": 1.0}, {"strategy": 1, "sigma": 1.0}, 3], 2),
 )
 def test_a_cached_strategy_that_cannot_be_read_is_searched_again(answer, cached):
     plan, change = cached
@@ -148,9 +146,7 @@ def test_a_large_epsilon_is_certified():
 
 @pytest.mark.filterwarnings("ignore:divide by zero")
 def test_a_budget_far_from_any_use_ends_in_a_sentence():
-    with pytest.raises(
-        ValueError, match=r"^delta=1e-06: .*samples do not show it near .* sampling='cyclic-poisson'"
-    ):
+    with pytest.raises(ValueError, match=r"^delta=1e-06: .*samples do not show it near .* sampling='cyclic-poisson'"):
         far(100.0)
 
 

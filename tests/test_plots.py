@@ -70,14 +70,12 @@ def test_every_mechanism_has_a_color_of_its_own():
 
 def test_a_mechanism_has_the_same_color_in_every_picture():
     compared = plots.mechanisms(EPSILONS, {"BandMF": [1, 1, 1, 1], "DP-SGD": [2, 3, 4, 5]}, "")
-    remembered = plots.memory(
-        {"BandMF (cyclic Poisson)": [(0, 9.0), (3, 5.0)], "BLT in bins": [(4, 4.0)]}, ""
-    )
+    remembered = plots.memory({"BandMF (cyclic Poisson)": [(0, 9.0), (3, 5.0)], "BLT in bins": [(4, 4.0)]}, "")
     learned = plots.accuracy({"DP-SGD": [((1, 2), (0.1, 0.2))], "BandMF": [((1, 2), (0.3, 0.4))]}, "")
     blue, black = plots.MECHANISMS["BandMF"], plots.MECHANISMS["DP-SGD"]
-    assert [
-        color_of(figure, width) for figure, width in ((compared, 2.8), (remembered, 2.8), (learned, 2.8))
-    ] == [{blue}] * 3
+    assert [color_of(figure, width) for figure, width in ((compared, 2.8), (remembered, 2.8), (learned, 2.8))] == [
+        {blue}
+    ] * 3
     assert black in color_of(compared, 1.2)
     assert black in color_of(learned, 1.2)
 
@@ -234,14 +232,7 @@ def test_a_huge_strategy_is_not_printed():
 
 
 def test_a_plan_says_what_matters(plan):
-    for part in (
-        "epsilon=8",
-        "delta=1e-06",
-        "steps=200",
-        "bands=16",
-        "sampling='cyclic-poisson'",
-        "noise_multiplier=",
-    ):
+    for part in ("epsilon=8", "delta=1e-06", "steps=200", "bands=16", "sampling='cyclic-poisson'", "noise_multiplier="):
         assert part in repr(plan)
 
 

@@ -319,10 +319,7 @@ def test_a_data_set_of_lists_with_columns_that_the_model_does_not_know(tmp_path,
 def test_positions_and_labels_may_come_with_the_data(tmp_path, expected):
     def collate(rows):
         batch = padded(rows)
-        return {
-            **batch,
-            "position_ids": torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"]),
-        }
+        return {**batch, "position_ids": torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])}
 
     assert torch.equal(weights(trained(trainer_of(tmp_path, data_collator=collate)).model), expected)
 
@@ -367,8 +364,7 @@ def test_nothing_of_private_batches_is_logged_printed_or_saved(tmp_path, capsys)
     assert {"learning_rate", "epsilon", "epoch", "eval_loss", "train_runtime"} <= names
     assert not names & HIDDEN
     assert all(
-        name.startswith("eval_")
-        for name in names - {"learning_rate", "epsilon", "epoch", "step", "train_runtime"}
+        name.startswith("eval_") for name in names - {"learning_rate", "epsilon", "epoch", "step", "train_runtime"}
     )
     assert output.training_loss != output.training_loss  # no number
     assert trainer.state.total_flos == trainer.state.num_input_tokens_seen == 0
@@ -439,10 +435,7 @@ OTHER_NAMES = {
 
 @pytest.mark.parametrize("name", OTHER_NAMES)
 def test_the_private_examples_are_not_evaluated_on_under_another_name(name, tmp_path):
-    data, refused = (
-        OTHER_NAMES[name],
-        "holds examples of train_dataset: a loss on private examples has no noise",
-    )
+    data, refused = (OTHER_NAMES[name], "holds examples of train_dataset: a loss on private examples has no noise")
     with pytest.raises(ValueError, match=f"eval_dataset=.*{refused}"):
         trainer_of(tmp_path, train_dataset=DATA, eval_dataset={"held out": HELD_OUT, "train": data})
     trainer = trainer_of(tmp_path, train_dataset=DATA)
@@ -501,11 +494,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(
-    "option",
-    REFUSED,
-    ids=lambda option: "-".join(map(str, next(iter(option.items())))),
-)
+@pytest.mark.parametrize("option", REFUSED, ids=lambda option: "-".join(map(str, next(iter(option.items())))))
 def test_an_option_that_a_private_run_cannot_honor_is_refused_by_name(option, tmp_path):
     name, value = next(iter(option.items()))
     shown = [value] if name == "debug" else value
@@ -557,9 +546,7 @@ def test_masks_may_be_drawn_for_a_whole_batch(tmp_path):
         pad_token="[PAD]", mask_token="[MASK]",
     )  # fmt: skip
     collator = DataCollatorForLanguageModeling(words, mlm=True)
-    assert trained(
-        trainer_of(tmp_path, model=small_bert(BertForMaskedLM), data_collator=collator)
-    ).training.finished
+    assert trained(trainer_of(tmp_path, model=small_bert(BertForMaskedLM), data_collator=collator)).training.finished
 
 
 def test_several_devices_without_processes_are_refused(tmp_path):
@@ -585,9 +572,7 @@ def test_the_arguments_of_the_user_are_left_as_they_were(tmp_path):
 def test_every_option_of_the_trainer_is_on_the_page():
     page = (ROOT / "docs" / "huggingface.md").read_text()
     table = page[page.index("| option |") :]
-    missing = [
-        field.name for field in dataclasses.fields(TrainingArguments) if f"`{field.name}`" not in table
-    ]
+    missing = [field.name for field in dataclasses.fields(TrainingArguments) if f"`{field.name}`" not in table]
     assert missing == []
 
 
@@ -718,8 +703,6 @@ def test_without_transformers_a_sentence_says_what_to_install(monkeypatch):
     for name in [name for name in sys.modules if name.startswith("bandmf.torch.huggingface")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(
-        ImportError, match=r"PrivateTrainer needs transformers.*pip install 'bandmf\[huggingface\]'"
-    ):
+    with pytest.raises(ImportError, match=r"PrivateTrainer needs transformers.*pip install 'bandmf\[huggingface\]'"):
         _ = bandmf.torch.PrivateTrainer
     assert bandmf.torch.Training is Training

@@ -17,12 +17,7 @@ from pages import ROOT, blocks, run
 COMMANDS = re.findall(r"^bandmf \w+ --.*$", (ROOT / "README.md").read_text(), re.MULTILINE)
 # Only training is shrunk: as it stands it takes minutes, for two mechanisms, four learning rates and five seeds.
 SHRUNK = {"compare": "--steps 64", "train": "--dataset digits --epochs 0.25 --seeds 1 --learning-rates 0.25"}
-TESTED_ELSEWHERE = {
-    "docs/training.md",
-    "docs/supported-layers.md",
-    "docs/migrate-opacus.md",
-    "docs/huggingface.md",
-}
+TESTED_ELSEWHERE = {"docs/training.md", "docs/supported-layers.md", "docs/migrate-opacus.md", "docs/huggingface.md"}
 TESTED_ELSEWHERE |= {"docs/lightning.md", "docs/accelerate.md", "docs/jax.md", "docs/migrate-jax-privacy.md"}
 
 

@@ -84,9 +84,7 @@ def test_recurrent_layers_are_clipped_as_one_example_at_a_time(name):
     assert_clipped_as_single_examples(Reader(kind, **options), losses, batch, alone(batch))
 
 
-@pytest.mark.parametrize(
-    "options", [{"batch_first": False}, {"started": True}, {"packed": True}, {"packed": False}]
-)
+@pytest.mark.parametrize("options", [{"batch_first": False}, {"started": True}, {"packed": True}, {"packed": False}])
 @pytest.mark.parametrize("kind", ["GRU", "LSTM"])
 def test_times_first_given_states_and_packed_texts_are_clipped_as_one_example_at_a_time(kind, options):
     torch.manual_seed(0)

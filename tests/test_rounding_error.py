@@ -82,9 +82,7 @@ RANDOM = {
     "BISR": lambda g: in_float32(banded_inverse_square_root(60, int(g.integers(2, 60)))),
     "lambda-CGD": lambda g: in_float32(lambda_cgd(60, g.random())),
     "BLT": lambda g: in_float32(BufferedToeplitz(g.uniform(-0.2, 0.6, 3), g.random(3), 60)),
-    "BLT, slow": lambda g: in_float32(
-        BufferedToeplitz(0.1 * g.random(2), 1 - 10 ** g.uniform(-7.5, -1, 2), 60)
-    ),
+    "BLT, slow": lambda g: in_float32(BufferedToeplitz(0.1 * g.random(2), 1 - 10 ** g.uniform(-7.5, -1, 2), 60)),
     "stamped": lambda g: stamping(toeplitz(roots(g, 6), 30), 2),
     "stamped BLT": lambda g: stamping(BufferedToeplitz([0.3, -0.1], g.random(2), 30), 2),
 }

@@ -27,9 +27,7 @@ class Net(nn.Module):
 
 
 def flat_images():
-    return nn.Sequential(
-        nn.Conv2d(2, 4, 3, groups=2), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 3, 2), nn.Flatten()
-    )
+    return nn.Sequential(nn.Conv2d(2, 4, 3, groups=2), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 3, 2), nn.Flatten())
 
 
 NETS = {
@@ -81,9 +79,7 @@ def test_rows_in_blocks_count_for_their_example(name):
         return functional.softplus(rejected - chosen)
 
     pair = given(shape, B), given(shape, B)
-    assert_clipped_as_single_examples(
-        make(), losses, pair, list(zip(*(x.split(1) for x in pair), strict=True))
-    )
+    assert_clipped_as_single_examples(make(), losses, pair, list(zip(*(x.split(1) for x in pair), strict=True)))
 
 
 SIZES = (2, 0, 3, 1)

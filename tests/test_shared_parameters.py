@@ -165,11 +165,7 @@ def test_weights_of_several_losses_train():
     def weighted(model, x):
         output = model(x).sin().sum(1)
         both = output * torch.exp(-model.log_vars) + model.log_vars
-        return (
-            both.sum(1)
-            + sum(torch.exp(-model.log_vars[i]) * output[:, i] for i in range(2))
-            + model.log_vars.norm()
-        )
+        return both.sum(1) + sum(torch.exp(-model.log_vars[i]) * output[:, i] for i in range(2)) + model.log_vars.norm()
 
     x = torch.randn(B, T, D)
     assert_clipped_as_single_examples(model, weighted, x, x.split(1))
@@ -200,12 +196,7 @@ def test_parametrized_linear_layers_train(parametrization):
 class Positions(nn.Module):
     def __init__(self, how):
         super().__init__()
-        self.embed, self.place, self.project, self.how = (
-            nn.Embedding(7, D),
-            nn.Embedding(9, D),
-            nn.Linear(D, D),
-            how,
-        )
+        self.embed, self.place, self.project, self.how = (nn.Embedding(7, D), nn.Embedding(9, D), nn.Linear(D, D), how)
 
     def forward(self, tokens):
         return self.how(self, self.embed(tokens), torch.arange(tokens.shape[1]))
@@ -308,7 +299,5 @@ def heads_first(m, x):
 
 def test_a_parameter_that_meets_examples_in_another_dimension_is_refused():
     model = Model(heads_first, heads=parameter(1, 1, D))
-    with pytest.raises(
-        RuntimeError, match="'heads' meets tensors whose first dimension does not count the examples"
-    ):
+    with pytest.raises(RuntimeError, match="'heads' meets tensors whose first dimension does not count the examples"):
         added(model, losses, torch.randn(B, D), B)

@@ -104,9 +104,7 @@ def test_nonsense_for_a_participation_gets_one_sentence(name):
 def test_epochs_of_dense_are_short_for_fixed_epochs():
     short = optimize.dense(16, epochs=4)
     assert short.rmse == pytest.approx(optimize.dense(16, participation=FixedEpochs(4)).rmse, rel=1e-12)
-    assert optimize.dense(16, participation=Single()).rmse == pytest.approx(
-        optimize.dense(16).rmse, rel=1e-12
-    )
+    assert optimize.dense(16, participation=Single()).rmse == pytest.approx(optimize.dense(16).rmse, rel=1e-12)
     with pytest.raises(ValueError, match="give one of the two"):
         optimize.dense(16, epochs=4, participation=FixedEpochs(4))
 
@@ -134,8 +132,7 @@ def test_a_banded_strategy_takes_its_columns_as_documented():
 
 
 @pytest.mark.parametrize(
-    "call",
-    [lambda: bandmf.rmse(TOEPLITZ, None, None, None), lambda: bandmf.rmse(TOEPLITZ, None, workload=None)],
+    "call", [lambda: bandmf.rmse(TOEPLITZ, None, None, None), lambda: bandmf.rmse(TOEPLITZ, None, workload=None)]
 )
 def test_arguments_by_position_that_have_a_name_are_python_errors(call):
     with pytest.raises(TypeError):

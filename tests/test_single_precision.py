@@ -11,24 +11,10 @@ import bandmf
 from bandmf.accounting.bins import gram_matrix
 from bandmf.noise.schedule import Schedule
 from bandmf.participation import Single
-from bandmf.strategies import (
-    Banded,
-    BandedInverse,
-    BandedToeplitz,
-    BufferedToeplitz,
-    lambda_cgd,
-    stamping,
-)
+from bandmf.strategies import Banded, BandedInverse, BandedToeplitz, BufferedToeplitz, lambda_cgd, stamping
 from bandmf.strategies.single_precision import MARGIN, in_float32
 
-SMALL = {
-    "epsilon": 8.0,
-    "delta": 1e-5,
-    "examples": 1_000,
-    "batch_size": 50,
-    "steps": 80,
-    "certify_seconds": 3,
-}
+SMALL = {"epsilon": 8.0, "delta": 1e-5, "examples": 1_000, "batch_size": 50, "steps": 80, "certify_seconds": 3}
 ONCE = {"participation": Single(), "batch_size": 12.5}
 FALLING = 1 / np.sqrt(np.arange(1, 9))
 
@@ -120,9 +106,7 @@ def test_a_plan_whose_parameters_float32_does_not_hold_is_refused():
 @pytest.mark.parametrize(
     "strategy",
     [
-        BufferedToeplitz(
-            [2.0**24, -(2.0**24)], [0.9, float(np.nextafter(np.float32(0.9), np.float32(0)))], 80
-        ),
+        BufferedToeplitz([2.0**24, -(2.0**24)], [0.9, float(np.nextafter(np.float32(0.9), np.float32(0)))], 80),
         BandedInverse(np.poly([0.7] * 12), 80),
     ],
     ids=["BLT", "banded inverse"],

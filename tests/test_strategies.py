@@ -10,14 +10,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from bandmf.band_columns import row_of
 from bandmf.strategies import Banded, BandedToeplitz, Dense, Identity, OutputRecurrence, load, save
-from oracles import (
-    banded_matrix,
-    normalized,
-    random_columns,
-    square_root_coefficients,
-    state_vectors,
-    toeplitz_matrix,
-)
+from oracles import banded_matrix, normalized, random_columns, square_root_coefficients, state_vectors, toeplitz_matrix
 
 N = 9
 DECREASING, SIGNED = [1.0, 0.5, 0.25], [0.8, -0.3, 0.0, 0.6]
@@ -40,9 +33,7 @@ STRATEGIES = {
     "one step": (BandedToeplitz([0.5], 1), np.eye(1), 1),
     "one dense step": (Dense([[0.5]]), 0.5 * np.eye(1), 1),
 }
-every_strategy = pytest.mark.parametrize(
-    ("strategy", "matrix", "bands"), STRATEGIES.values(), ids=STRATEGIES.keys()
-)
+every_strategy = pytest.mark.parametrize(("strategy", "matrix", "bands"), STRATEGIES.values(), ids=STRATEGIES.keys())
 
 
 @every_strategy

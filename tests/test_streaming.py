@@ -62,9 +62,7 @@ OPERATORS = {
         5,
     ),
 }
-every_operator = pytest.mark.parametrize(
-    ("operator", "matrix", "buffers"), OPERATORS.values(), ids=OPERATORS.keys()
-)
+every_operator = pytest.mark.parametrize(("operator", "matrix", "buffers"), OPERATORS.values(), ids=OPERATORS.keys())
 
 
 @every_operator
@@ -122,11 +120,7 @@ def test_past_its_last_step_an_operator_refuses(name):
         list(OPERATORS[name][0].apply(np.ones((N + 1, 1))))
 
 
-@given(
-    rates=st.lists(st.floats(-2, 2), min_size=1, max_size=7),
-    beta=st.floats(0, 0.99),
-    decay=st.floats(0, 1.5),
-)
+@given(rates=st.lists(st.floats(-2, 2), min_size=1, max_size=7), beta=st.floats(0, 0.99), decay=st.floats(0, 1.5))
 def test_momentum_is_the_update_rule_for_any_schedule(rates, beta, decay):
     operator = streaming.momentum(np.array(rates), beta, decay)
     expected = momentum_matrix(rates, beta, decay)

@@ -317,9 +317,7 @@ class Prefixed(Bare):
         self.layer = drop
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: nn.Dropout(0.1), lambda: nn.RReLU(), lambda: nn.Dropout(0.1).eval()]
-)
+@pytest.mark.parametrize("make", [lambda: nn.Dropout(0.1), lambda: nn.RReLU(), lambda: nn.Dropout(0.1).eval()])
 def test_a_bare_parameter_beside_random_numbers_trains(make):
     assert_trains(lambda: Prefixed(make()), "auto")
 
@@ -429,8 +427,7 @@ def test_the_page_says_of_each_layer_what_check_and_training_do(layer, how, inst
 
 
 @pytest.mark.parametrize(
-    ("layer", "how"),
-    [("nn.BatchNorm1d(4)", "a rule"), ("nn.PReLU()", "a rule"), ("nn.Linear(4, 4)", "torch.func")],
+    ("layer", "how"), [("nn.BatchNorm1d(4)", "a rule"), ("nn.PReLU()", "a rule"), ("nn.Linear(4, 4)", "torch.func")]
 )
 def test_a_row_that_is_wrong_would_be_found(layer, how):
     with pytest.raises(AssertionError):

@@ -120,18 +120,7 @@ def test_mixed_precision_of_lightning_acts_on_the_losses(expected):
     assert not torch.equal(weights(module), expected)
 
 
-OPTIMIZERS = [
-    "ASGD",
-    "Adadelta",
-    "Adafactor",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-]
+OPTIMIZERS = ["ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop"]
 
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "Rprop", "SGD"])
@@ -265,9 +254,7 @@ def test_without_correlation_and_noise_the_weights_are_those_of_opacus():
     assert plan.deviation(0.5) == pytest.approx(0.5e-9)  # as in Opacus: noise multiplier times clip norm
     model, theirs, data = small_model(), GradSampleModule(small_model()), small_data()
     training = Training(model, losses, sgd(model), data, plan, clip_norm=0.5)
-    optimizer = DPOptimizer(
-        sgd(theirs), noise_multiplier=0.0, max_grad_norm=0.5, expected_batch_size=plan.batch_size
-    )
+    optimizer = DPOptimizer(sgd(theirs), noise_multiplier=0.0, max_grad_norm=0.5, expected_batch_size=plan.batch_size)
     for step in training:
         batch = [each[training._stepper.sampler.batch(step - 1)] for each in data.tensors]
         optimizer.zero_grad()

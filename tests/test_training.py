@@ -90,9 +90,7 @@ def distance_to_algorithm_2(plan, plant=lambda training: None, **options):
     return largest
 
 
-@pytest.mark.parametrize(
-    ("bands", "options"), [(1, {}), (4, {}), (4, {"micro_batch": 3}), (4, {"clipping": "vmap"})]
-)
+@pytest.mark.parametrize(("bands", "options"), [(1, {}), (4, {}), (4, {"micro_batch": 3}), (4, {"clipping": "vmap"})])
 def test_every_step_is_algorithm_2(bands, options):
     assert distance_to_algorithm_2(simple_plan(bands=bands), **options) < 1e-6
 
@@ -156,9 +154,7 @@ def test_an_empty_batch_still_takes_the_noisy_step():
 def test_sums_and_noise_are_float32_whatever_the_default_is(default):
     """Digits of a float64 sum would show through noise that has none so small."""
     plan = simple_plan(batch_size=8, steps=4)
-    expected = train(
-        private_run(plan, model=small_model(torch.float32), data=small_data(dtype=torch.float32))
-    )
+    expected = train(private_run(plan, model=small_model(torch.float32), data=small_data(dtype=torch.float32)))
     model, data = small_model(torch.float32), small_data(dtype=torch.float32)
     torch.set_default_dtype(default)
     try:
@@ -256,9 +252,7 @@ def test_a_step_of_nothing_but_examples_that_are_not_finite_is_noise_alone():
 
 def test_a_sum_that_is_not_finite_releases_nothing(tmp_path):
     training = private_run(simple_plan(), folder=tmp_path)
-    training._stepper._clipping.add_to = lambda sums, *_: (
-        next(iter(sums.values())).fill_(float("inf"))[0, 0].long()
-    )
+    training._stepper._clipping.add_to = lambda sums, *_: next(iter(sums.values())).fill_(float("inf"))[0, 0].long()
     with pytest.raises(ValueError, match="a sum of gradients is not finite; nothing was released"):
         train(training)
     assert (training.steps_taken, training._stepper.steps_released) == (0, 0)

@@ -102,9 +102,7 @@ def test_the_noise_keeps_as_many_vectors_as_planned(name, vectors):
 
 
 def test_inputs_that_are_kept_change_nothing_but_memory():
-    found = [
-        train(open_run(planned(name), model=bins_model().double(), data=_double())) for name in BINS[1:3]
-    ]
+    found = [train(open_run(planned(name), model=bins_model().double(), data=_double())) for name in BINS[1:3]]
     first, second = (weights(training.model) for training in found)
     torch.testing.assert_close(first, second, rtol=0, atol=1e-7)
 
@@ -153,8 +151,7 @@ def test_with_b_min_sep_each_example_stays_away_for_the_separation():
 def test_another_run_with_the_same_key_has_other_bins(plan):
     first, second = open_run(plan), open_run(plan, run_id="77" * 16)
     batches = [
-        [p._stepper.sampler.batch(i).tolist() for i in range(plan.steps)]
-        for p in (first, second, open_run(plan))
+        [p._stepper.sampler.batch(i).tolist() for i in range(plan.steps)] for p in (first, second, open_run(plan))
     ]
     assert batches[0] == batches[2]
     assert batches[0] != batches[1]
@@ -246,9 +243,7 @@ def test_a_run_with_bins_killed_some_times_is_the_run_that_was_not(times, blt, t
     assert torch.equal(clean, killed)
 
 
-def test_a_run_goes_on_with_its_own_plan_though_planning_again_gives_another_certificate(
-    tmp_path, monkeypatch, caplog
-):
+def test_a_run_goes_on_with_its_own_plan_though_planning_again_gives_another_certificate(tmp_path, monkeypatch, caplog):
     folder = tmp_path / "run"
     whole = train(open_run(planned("inverse")))
     killed(train(open_run(planned("inverse"), folder=folder, save_every=4), until=9))
@@ -282,9 +277,7 @@ def test_a_run_folder_never_keeps_the_plan_of_another_run(blt, tmp_path):
         open_run(blt, folder=tmp_path).close()
         assert bandmf.Plan.load(path) == blt
     planned("inverse").save(path)
-    with pytest.raises(
-        ValueError, match=r"^plan=.*began with"
-    ):  # and the plan of the folder is not the run's
+    with pytest.raises(ValueError, match=r"^plan=.*began with"):  # and the plan of the folder is not the run's
         open_run(bandmf.Plan.load(path), folder=tmp_path)
 
 

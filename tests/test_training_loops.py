@@ -414,10 +414,7 @@ def lbfgs():
 
 def of_others():
     model = small_model()
-    return {
-        "model": model,
-        "optimizer": torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))], lr=0.1),
-    }
+    return {"model": model, "optimizer": torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))], lr=0.1)}
 
 
 def other_schedule():

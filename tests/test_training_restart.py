@@ -121,9 +121,7 @@ def test_a_checkpoint_is_written_when_the_next_item_is_asked_for(tmp_path):
     other = open_run(tmp_path, also={"average": again})
     assert (other.steps_taken, int(again.n_averaged)) == (4, 4)
     other.close()
-    with pytest.raises(
-        ValueError, match=r"also=\[\]: the run was saved with 1 optimizers and also=\['average'\]"
-    ):
+    with pytest.raises(ValueError, match=r"also=\[\]: the run was saved with 1 optimizers and also=\['average'\]"):
         open_run(tmp_path)
 
 
@@ -146,9 +144,7 @@ def test_sigterm_saves_and_then_has_its_effect(tmp_path):
 def test_ctrl_c_waits_until_a_released_step_has_reached_the_weights(tmp_path):
     training, whole = open_run(tmp_path / "run"), train(open_run(tmp_path / "whole"))
     train(training, until=5)
-    handle = training._trained.optimizers[0].register_step_pre_hook(
-        lambda *_: os.kill(os.getpid(), signal.SIGINT)
-    )
+    handle = training._trained.optimizers[0].register_step_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         train(training)
     handle.remove()

@@ -46,11 +46,7 @@ def by_training(plan, **options):
 @pytest.mark.parametrize("name", PLANS)
 def test_the_same_plan_run_key_and_data_give_the_recorded_weights(name, micro_batch):
     """Recorded when Training gave, bit for bit, what the adapters before it did."""
-    plan = bandmf.Plan.load(
-        REFERENCE / "plans" / f"{name}.json"
-    )  # planning anew could give another certificate
-    recorded = json.loads((REFERENCE / "torch_weights.json").read_text())[
-        f"{name}, micro_batch={micro_batch}"
-    ]
+    plan = bandmf.Plan.load(REFERENCE / "plans" / f"{name}.json")  # planning anew could give another certificate
+    recorded = json.loads((REFERENCE / "torch_weights.json").read_text())[f"{name}, micro_batch={micro_batch}"]
     found = by_training(plan, micro_batch=micro_batch)
     np.testing.assert_allclose(found.numpy(), recorded, rtol=0, atol=1e-6)

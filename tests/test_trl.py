@@ -48,9 +48,7 @@ def without_a_network(monkeypatch):
 def tokenizer():
     words = Tokenizer(models.WordLevel({word: k for k, word in enumerate(WORDS)}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]", eos_token="[EOS]"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]", eos_token="[EOS]")
 
 
 def writer(seed=3):
@@ -67,18 +65,14 @@ def settings(kind, output, **changes):
 
 
 def sft(output, options=None, model=None, kind=PrivateSFTTrainer, **changes):
-    private = (
-        {"plan": plan_of(), "clip_norm": 0.5, "key": Key(bytes(32))} if kind is PrivateSFTTrainer else {}
-    )
+    private = {"plan": plan_of(), "clip_norm": 0.5, "key": Key(bytes(32))} if kind is PrivateSFTTrainer else {}
     usual = {"train_dataset": datasets.Dataset.from_list(TEXTS), "processing_class": tokenizer(), **private}
     model = writer() if model is None else model
     return kind(model, settings(SFTConfig, output, **(options or {})), **{**usual, **changes})
 
 
 def dpo(output, options=None, model=None, kind=PrivateDPOTrainer, **changes):
-    private = (
-        {"plan": plan_of(), "clip_norm": 0.5, "key": Key(bytes(32))} if kind is PrivateDPOTrainer else {}
-    )
+    private = {"plan": plan_of(), "clip_norm": 0.5, "key": Key(bytes(32))} if kind is PrivateDPOTrainer else {}
     usual = {"train_dataset": datasets.Dataset.from_list(PAIRS), "processing_class": tokenizer(), **private}
     usual |= {"ref_model": writer(seed=4)} if model is None else {}
     model = writer() if model is None else model
@@ -157,9 +151,7 @@ def test_of_one_pair_the_loss_is_that_of_trl(kind, tmp_path):
     found = ours.losses(ours.model, batch)
     for number in range(6):
         one = theirs.data_collator([theirs.train_dataset[number]])
-        torch.testing.assert_close(
-            found[number], theirs.compute_loss(theirs.model, one), rtol=1e-4, atol=1e-5
-        )
+        torch.testing.assert_close(found[number], theirs.compute_loss(theirs.model, one), rtol=1e-4, atol=1e-5)
 
 
 def test_adapters_have_the_model_without_them_as_reference(tmp_path):
@@ -173,9 +165,7 @@ def test_adapters_have_the_model_without_them_as_reference(tmp_path):
 
 def test_reference_scores_may_be_computed_before(tmp_path):
     before = trained(dpo(tmp_path, {"precompute_ref_log_probs": True}))
-    torch.testing.assert_close(
-        weights(before.model), weights(trained(dpo(tmp_path)).model), rtol=1e-4, atol=1e-5
-    )
+    torch.testing.assert_close(weights(before.model), weights(trained(dpo(tmp_path)).model), rtol=1e-4, atol=1e-5)
 
 
 HELD_OUT = {

@@ -113,15 +113,11 @@ def test_no_strategy_at_all_is_below_the_certificate_of_dense(workload, objectiv
     generator, C = np.random.default_rng(0), solution.strategy.materialize()
     patterns = list(FixedEpochs(epochs).patterns(N))
     for noise in np.geomspace(1e-4, 1.0, 60):
-        other = np.tril(C + noise * generator.normal(size=C.shape)) * np.exp(
-            0.5 * noise * generator.normal(size=N)
-        )
+        other = np.tril(C + noise * generator.normal(size=C.shape)) * np.exp(0.5 * noise * generator.normal(size=N))
         if np.abs(np.diag(other)).min() < 1e-3:
             continue
         reach = independent.sensitivity(other, patterns)
-        assert reach * np.sqrt(independent.aggregate(independent.errors(other, A), objective)) >= lower * (
-            1 - 1e-9
-        )
+        assert reach * np.sqrt(independent.aggregate(independent.errors(other, A), objective)) >= lower * (1 - 1e-9)
 
 
 # --- starts and containment ---------------------------------------------------------------------------
@@ -145,11 +141,7 @@ def test_a_banded_inverse_is_never_worse_than_its_start_nor_than_fewer_bands(par
 
 def test_the_banded_inverse_that_was_worse_than_its_start_is_better():
     found = optimize.banded_inverse(128, 8, participation=MinSeparation(16, 8))
-    assert (
-        found.rmse
-        < 14.40
-        < bandmf.rmse(banded_inverse_square_root(128, 8), participation=MinSeparation(16, 8))
-    )
+    assert found.rmse < 14.40 < bandmf.rmse(banded_inverse_square_root(128, 8), participation=MinSeparation(16, 8))
 
 
 @pytest.mark.parametrize("objective", ["mean", "max", "last"])
@@ -171,8 +163,7 @@ def test_larger_families_are_never_worse(workload, objective):
 
 
 @pytest.mark.parametrize(
-    ("steps", "bands"),
-    some_long([(64, 16), (200, 4), (200, 16), (256, 4), (512, 4)], lambda case: case[0] < 200),
+    ("steps", "bands"), some_long([(64, 16), (200, 4), (200, 16), (256, 4), (512, 4)], lambda case: case[0] < 200)
 )
 def test_the_largest_error_of_banded_strategies_is_minimized_without_failing(steps, bands):
     """Tiny weights once ruined the conditioning: ArithmeticError in every other run."""
@@ -198,9 +189,7 @@ def test_weights_over_nine_decades_are_certified():
 @pytest.mark.parametrize("terms", [1, 8, 16, 31, 32, 64])
 def test_any_number_of_terms_is_accepted(terms):
     """The paper's m = b crashed."""
-    assert optimize.banded_toeplitz(1000, 16, terms=terms).rmse < bandmf.rmse(
-        bandmf.strategies.Identity(1000)
-    )
+    assert optimize.banded_toeplitz(1000, 16, terms=terms).rmse < bandmf.rmse(bandmf.strategies.Identity(1000))
 
 
 def test_what_was_asked_for_and_not_proved_is_not_called_converged():
@@ -221,9 +210,7 @@ def test_a_watcher_ends_every_search_at_once(family, objective):
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize(
-    ("steps", "bands", "expected"), [(10**9, 64, 2795.271190), (10**12, 16, 176776.7190967)]
-)
+@pytest.mark.parametrize(("steps", "bands", "expected"), [(10**9, 64, 2795.271190), (10**12, 16, 176776.7190967)])
 def test_the_settled_closed_form_gives_the_known_optima(steps, bands, expected):
     assert optimize.banded_toeplitz(steps, bands).rmse == pytest.approx(expected, rel=1e-9)
 

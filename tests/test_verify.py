@@ -179,9 +179,7 @@ def test_an_example_draws_the_same_numbers_alone_and_in_company(name):
 def test_draws_have_the_law_of_the_operation(name):
     torch.manual_seed(0)
     call = DRAWS[name]
-    expected, found = (
-        drawn_many(call) for drawn_many in (lambda c: c(4000), lambda c: drawn(range(4000), c, 0))
-    )
+    expected, found = (drawn_many(call) for drawn_many in (lambda c: c(4000), lambda c: drawn(range(4000), c, 0)))
     assert expected.shape == found.shape
     assert expected.dtype == found.dtype
     scale = float(expected.double().std())
@@ -222,10 +220,7 @@ def test_everything_is_left_as_it_was(name):
     parameters[1].requires_grad_(False)
     next(case.model.children()).eval()
     modes = [module.training for module in case.model.modules()]
-    state, generators = (
-        copy.deepcopy(case.model.state_dict()),
-        (random.getstate(), np.random.get_state()[1].copy()),
-    )
+    state, generators = (copy.deepcopy(case.model.state_dict()), (random.getstate(), np.random.get_state()[1].copy()))
     own = [id(tensor) for tensor in (*case.model.parameters(), *case.model.buffers())]
     torch_state = torch.get_rng_state()
     report(case)
@@ -259,10 +254,7 @@ def test_an_error_of_the_program_is_raised_and_leaves_no_trace():
 class Block(nn.Module):
     def __init__(self, into, out, stride):
         super().__init__()
-        self.one, self.two = (
-            nn.Conv2d(into, out, 3, stride, 1, bias=False),
-            nn.Conv2d(out, out, 3, 1, 1, bias=False),
-        )
+        self.one, self.two = (nn.Conv2d(into, out, 3, stride, 1, bias=False), nn.Conv2d(out, out, 3, 1, 1, bias=False))
         self.norms = nn.ModuleList(nn.GroupNorm(8, out) for _ in range(2))
         self.short = nn.Conv2d(into, out, 1, stride, bias=False) if stride > 1 else nn.Identity()
 

@@ -120,10 +120,7 @@ def test_dp_sgd_needs_what_plans_of_its_own_confirm(small):
 def test_dp_sgd_may_have_no_batch_size_that_does(small):
     """No plan is known that full-batch DP-SGD cannot match; so one that is a hundred times better is made up."""
     wonder = SimpleNamespace(
-        **{
-            name: getattr(small, name)
-            for name in ("steps", "workload", "batch_size", "examples", "adjacency")
-        },
+        **{name: getattr(small, name) for name in ("steps", "workload", "batch_size", "examples", "adjacency")},
         mean_rmse=small.mean_rmse / 100,
         epsilon=small.epsilon,
         delta=small.delta,
@@ -187,9 +184,7 @@ def test_a_port_in_use_is_refused_and_another_found():
 
 def test_without_streamlit_a_sentence_says_what_to_install(monkeypatch):
     found = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "streamlit" else found(name)
-    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "streamlit" else found(name))
     result = CliRunner().invoke(app, ["web", "--no-browser"])
     assert isinstance(result.exception, ValueError)
     assert str(result.exception).endswith("pip install 'bandmf[web]'")

@@ -23,26 +23,14 @@ WORKLOADS = {
     "weight decay": (workloads.momentum(N, 0.8, weight_decay=0.3), momentum_matrix(np.ones(N), 0.8, 0.3)),
     "decay alone": (workloads.momentum(N, 0, weight_decay=1.5), momentum_matrix(np.ones(N), 0, 1.5)),
     "schedule": (workloads.momentum(N, 0.9, SCHEDULE), momentum_matrix(SCHEDULE, 0.9, 0.0)),
-    "schedule and decay": (
-        workloads.momentum(N, 0.9, SCHEDULE, weight_decay=0.2),
-        momentum_matrix(SCHEDULE, 0.9, 0.2),
-    ),
+    "schedule and decay": (workloads.momentum(N, 0.9, SCHEDULE, weight_decay=0.2), momentum_matrix(SCHEDULE, 0.9, 0.2)),
     "a rate of zero": (workloads.momentum(N, 0.9, WITH_ZERO), momentum_matrix(WITH_ZERO, 0.9, 0.0)),
     "toeplitz": (workloads.toeplitz([1.0, 0.5, -0.25], N), toeplitz_matrix([1.0, 0.5, -0.25], N)),
     "one coefficient": (workloads.toeplitz([2.0], N), 2 * np.eye(N)),
-    "full toeplitz": (
-        workloads.toeplitz(1 / np.arange(1.0, N + 1), N),
-        toeplitz_matrix(1 / np.arange(1.0, N + 1), N),
-    ),
-    "oscillating": (
-        workloads.toeplitz(np.cos(np.arange(N)), N),
-        toeplitz_matrix(np.cos(np.arange(N)), N),
-    ),
+    "full toeplitz": (workloads.toeplitz(1 / np.arange(1.0, N + 1), N), toeplitz_matrix(1 / np.arange(1.0, N + 1), N)),
+    "oscillating": (workloads.toeplitz(np.cos(np.arange(N)), N), toeplitz_matrix(np.cos(np.arange(N)), N)),
     "unstable inverse": (workloads.toeplitz([1.0, 3.0], N), toeplitz_matrix([1.0, 3.0], N)),
-    "operator": (
-        workloads.streaming_operator(streaming.prefix() @ streaming.prefix(), N),
-        np.tri(N) @ np.tri(N),
-    ),
+    "operator": (workloads.streaming_operator(streaming.prefix() @ streaming.prefix(), N), np.tri(N) @ np.tri(N)),
 }
 every_workload = pytest.mark.parametrize(("workload", "matrix"), WORKLOADS.values(), ids=WORKLOADS.keys())
 
@@ -86,17 +74,11 @@ def test_a_workload_given_in_full_claims_no_limit(name):
 
 
 def test_prefix_and_momentum_have_inverses_of_two_and_three_diagonals():
-    widths = {
-        name: WORKLOADS[name][0].inverse_columns(0, N).shape[1] for name in ("prefix", "momentum", "schedule")
-    }
+    widths = {name: WORKLOADS[name][0].inverse_columns(0, N).shape[1] for name in ("prefix", "momentum", "schedule")}
     assert widths == {"prefix": 2, "momentum": 3, "schedule": 3}
 
 
-@given(
-    rates=st.lists(st.floats(0.01, 2), min_size=1, max_size=9),
-    beta=st.floats(0, 0.95),
-    decay=st.floats(0, 0.5),
-)
+@given(rates=st.lists(st.floats(0.01, 2), min_size=1, max_size=9), beta=st.floats(0, 0.95), decay=st.floats(0, 0.5))
 def test_the_inverse_of_any_schedule_without_zeros_is_banded(rates, beta, decay):
     workload = workloads.momentum(len(rates), beta, np.array(rates), decay)
     A, inverse = momentum_matrix(rates, beta, decay), banded_matrix(workload.inverse_columns(0, len(rates)))

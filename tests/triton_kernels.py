@@ -61,9 +61,7 @@ class Interpreted:
     """Stands for jax_triton, which launches on GPUs: the same calls, eagerly and in Triton's interpreter."""
 
     @staticmethod
-    def triton_call(
-        *given, kernel, out_shape, grid, input_output_aliases, num_warps, num_stages=3, **constants
-    ):
+    def triton_call(*given, kernel, out_shape, grid, input_output_aliases, num_warps, num_stages=3, **constants):
         import jax
         import jax.numpy as jnp
         import torch
@@ -236,9 +234,7 @@ def check_grams_and_totals() -> None:
     from bandmf.torch.clipping.products import live_places
 
     dice = torch.Generator().manual_seed(0)
-    groups = [
-        [padded(2, *sizes, dice) for _ in range(2)] for sizes in ((5, 7, 9), (70, 33, 600), (70, 8, 32))
-    ]
+    groups = [[padded(2, *sizes, dice) for _ in range(2)] for sizes in ((5, 7, 9), (70, 33, 600), (70, 8, 32))]
     pairs = [pair for group in groups for pair in group]
     for found, (left, right) in zip(fused.gram_numbers(groups), pairs, strict=True):
         live = live_places(left, right)
@@ -279,11 +275,7 @@ XLA_CASES = {
     # The history of w looks ahead, that of b is read whole.
     "large and small in XLA": (toeplitz(4, 4), TWO, {"lookahead": 2, "small": 100}),
     "banded inverse, partly kept, in XLA": (BandedInverse([1.5, -0.5, 0.2], 4), ONE, {"kept_inputs": 1}),
-    "banded inverse, partly kept, for two in XLA": (
-        BandedInverse([1.5, -0.5, 0.2], 4),
-        TWO,
-        {"kept_inputs": 1},
-    ),
+    "banded inverse, partly kept, for two in XLA": (BandedInverse([1.5, -0.5, 0.2], 4), TWO, {"kept_inputs": 1}),
 }
 
 

@@ -241,17 +241,14 @@ def mixup(model, batch):
     x, y = batch
     order, share = torch.randperm(len(x)), torch.distributions.Beta(1.0, 1.0).sample()
     scores = model(share * x + (1 - share) * x[order])
-    return share * functional.cross_entropy(scores, y, reduction="none") + (
-        1 - share
-    ) * functional.cross_entropy(scores, y[order], reduction="none")
+    return share * functional.cross_entropy(scores, y, reduction="none") + (1 - share) * functional.cross_entropy(
+        scores, y[order], reduction="none"
+    )
 
 
 def class_weights(model, batch):
     weights = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    return (
-        functional.cross_entropy(model(batch[0]), batch[1], weights, reduction="none")
-        / weights[batch[1]].sum()
-    )
+    return functional.cross_entropy(model(batch[0]), batch[1], weights, reduction="none") / weights[batch[1]].sum()
 
 
 def mean_of_class_weights(model, batch):
@@ -299,9 +296,7 @@ def wrong_rows(model, batch):
     with rows(each=2):
         scores = model(torch.cat([x, -x]))
     first, second = scores.chunk(2)
-    return functional.cross_entropy(first, y, reduction="none") + functional.cross_entropy(
-        second, y, reduction="none"
-    )
+    return functional.cross_entropy(first, y, reduction="none") + functional.cross_entropy(second, y, reduction="none")
 
 
 def shifted_owners(model, batch):
@@ -331,17 +326,13 @@ def wrong():
         "batch norm": Case(batch_norm, each, vectors(), names="1 is BatchNorm1d"),
         "frozen batch norm": Case(frozen_norm, each, vectors(), names="1 is BatchNorm1d"),
         "home-made norm": Case(norm, each, vectors(), names="1 .HomeMadeNorm.* batch norm"),
-        "norm of inputs": Case(
-            nn.Sequential(HomeMadeNorm(), net()), each, vectors(), names="normalization over"
-        ),
+        "norm of inputs": Case(nn.Sequential(HomeMadeNorm(), net()), each, vectors(), names="normalization over"),
         "norm behind dropout": Case(
             nn.Sequential(nn.Dropout(0.5), HomeMadeNorm(), net()), each, vectors(), names="norm"
         ),
         "SimCLR": Case(net(), simclr, vectors(), names="in-batch negatives as in SimCLR"),
         "CLIP": Case(net(), clip, vectors(), names="in-batch negatives as in SimCLR or CLIP"),
-        "frozen negatives": Case(
-            net(), frozen_negatives, vectors(), names="changes with the other examples|counted"
-        ),
+        "frozen negatives": Case(net(), frozen_negatives, vectors(), names="changes with the other examples|counted"),
         "batch dice": Case(net(), batch_dice, vectors(), names="dice"),
         "mean": Case(net(), mean_for_all, vectors(), names="a mean over it.*reduction='none'"),
         "token mean": Case(Reader(), batch_mean, texts(), padded, "all tokens of a padded batch"),
@@ -352,29 +343,17 @@ def wrong():
         "top-k": Case(net(), top_k, vectors(), names="top-k"),
         "maximum": Case(net(), scaled_by_the_largest, vectors(), names="maximum"),
         "maximum beside dropout": Case(net(dropout=0.3), scaled_by_the_largest, vectors(), names="maximum"),
-        "mean as a target": Case(
-            net(), teacher_of_the_batch, vectors(), names="statistic of the whole batch|drops"
-        ),
+        "mean as a target": Case(net(), teacher_of_the_batch, vectors(), names="statistic of the whole batch|drops"),
         "rank": Case(net(), weighted_by_rank, vectors(), names="maximum or a statistic|counted"),
-        "collate": Case(
-            net(), each, vectors(), collated_by_the_largest, "collate gives an example other values"
-        ),
+        "collate": Case(net(), each, vectors(), collated_by_the_largest, "collate gives an example other values"),
         "padding": Case(Reader(masked=False), own_mean, texts(), padded, "padding counts"),
         "padding in a mean": Case(Reader(), mean_over_padding, texts(), padded, "padding counts"),
         "wrong owners": Case(net(), wrong_rows, vectors(), names="bandmf.torch.rows gives to one example"),
-        "shifted owners": Case(
-            net(), shifted_owners, vectors(), names="bandmf.torch.rows gives to one example"
-        ),
+        "shifted owners": Case(net(), shifted_owners, vectors(), names="bandmf.torch.rows gives to one example"),
         "sorted": Case(Sorted(), each, vectors(), names="read sees the batch in another order"),
-        "flipped places 0, 3": Case(
-            Swapped(0, 3), each, vectors(), names="read sees the batch in another order"
-        ),
-        "flipped places 1, 2": Case(
-            Swapped(1, 2), each, vectors(), names="read sees the batch in another order"
-        ),
-        "buffer": Case(
-            Counting(), each, vectors(), names="'seen' changes in the forward pass.*running statistics"
-        ),
+        "flipped places 0, 3": Case(Swapped(0, 3), each, vectors(), names="read sees the batch in another order"),
+        "flipped places 1, 2": Case(Swapped(1, 2), each, vectors(), names="read sees the batch in another order"),
+        "buffer": Case(Counting(), each, vectors(), names="'seen' changes in the forward pass.*running statistics"),
         "exchanged buffer": Case(Counting(True), each, vectors(), names="'seen' changes in the forward pass"),
         "running statistics": Case(
             statistics, lambda m, b: each(m, (b[0].view(-1, 3, 2), b[1])), vectors(), names="statistics"
@@ -389,9 +368,7 @@ def wrong():
         ),
         "weights that are rewritten": Case(Rewriting(), each, vectors(), names="'inner.0.bias' changes"),
         "a weight outside its layer": Case(Tied(), each, vectors(), names="'?embed.weight'?"),
-        "gradients scaled by the batch": Case(
-            net(), scaled_gradients, vectors(), names="a hook depends on the whole"
-        ),
+        "gradients scaled by the batch": Case(net(), scaled_gradients, vectors(), names="a hook depends on the whole"),
     }
 
 
@@ -479,9 +456,7 @@ def views_in_blocks(model, batch):
     x, y = batch
     with rows(parts=2):
         one, two = model(torch.cat([x, -x])).chunk(2)
-    return functional.cross_entropy(one, y, reduction="none") + functional.cross_entropy(
-        two, y, reduction="none"
-    )
+    return functional.cross_entropy(one, y, reduction="none") + functional.cross_entropy(two, y, reduction="none")
 
 
 def distilled(teacher):
@@ -609,9 +584,7 @@ def legitimate():
         "diffusion": Case(net(width=7, out=6), diffusion, vectors()),
         "dropout": Case(net(dropout=0.5), each, vectors()),
         "dropout of channels": Case(
-            nn.Sequential(nn.Conv2d(3, 8, 3), nn.Dropout2d(0.5), nn.Flatten(), nn.Linear(288, 4)),
-            each,
-            pictures(),
+            nn.Sequential(nn.Conv2d(3, 8, 3), nn.Dropout2d(0.5), nn.Flatten(), nn.Linear(288, 4)), each, pictures()
         ),
         "DropPath": Case(path, each, vectors()),
         "augmentation": Case(convolution(), flips_and_shifts, pictures()),

@@ -98,9 +98,7 @@ def draw_tradeoff(folder: Path) -> Path:
     for epsilon, shade in ((1, 0.35), (4, 0.65), (16, 1.0)):
         errors = [1e3 * bandmf.plan(**budget, epsilon=epsilon, bands=b).mean_rmse for b in bands]
         axis.loglog(bands, errors, "o-", color=BANDMF, alpha=shade, ms=4)
-        axis.annotate(
-            f"epsilon {epsilon}", (bands[-1], errors[-1]), (8, 0), textcoords="offset points", va="center"
-        )
+        axis.annotate(f"epsilon {epsilon}", (bands[-1], errors[-1]), (8, 0), textcoords="offset points", va="center")
         axis.plot(bands[int(np.argmin(errors))], min(errors), "o", color=BANDMF, alpha=shade, ms=9)
     axis.set(xlabel="bands", ylabel="error of running sums × 1000", xticks=bands, xticklabels=bands)
     axis.set_yticks((10, 20, 40, 80), labels=("10", "20", "40", "80"))

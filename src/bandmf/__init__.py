@@ -41,16 +41,7 @@ _PUBLIC = {
 __all__ = list(_PUBLIC)
 
 if TYPE_CHECKING:
-    from bandmf import (
-        accounting,
-        noise,
-        optimize,
-        participation,
-        sampling,
-        strategies,
-        streaming,
-        workloads,
-    )
+    from bandmf import accounting, noise, optimize, participation, sampling, strategies, streaming, workloads
     from bandmf.error import max_error, per_step_error, rmse
     from bandmf.planning.compare import compare
     from bandmf.planning.plan import Plan

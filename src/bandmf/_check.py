@@ -21,9 +21,7 @@ def fail(name: str, value: object, requirement: str, remedy: str = "") -> ValueE
     return ValueError(f"{name}={value!r}: {requirement}" + (f"; {remedy}" if remedy else ""))
 
 
-def whole(
-    name: str, value: Any, low: int = 1, high: int | None = None, high_name: str = "", remedy: str = ""
-) -> int:
+def whole(name: str, value: Any, low: int = 1, high: int | None = None, high_name: str = "", remedy: str = "") -> int:
     """`value` as an int in [low, high]; 3.0 is whole, 3.5, True and NaN are not."""
     limit = f"between {low} and {high_name or high}" if high is not None else f"at least {low}"
     is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
@@ -72,9 +70,7 @@ def moderate(name: str, entries: FloatArray) -> FloatArray:
     largest = np.abs(entries).max(axis=-1)
     if not np.all((largest > 1e-100) & (largest < 1e100)):
         worst = float(largest.flat[int(np.argmax(np.abs(np.log10(np.maximum(largest, 1e-300)))))])
-        raise fail(
-            f"largest of {name}", worst, "must lie between 1e-100 and 1e100", "scale it: only ratios matter"
-        )
+        raise fail(f"largest of {name}", worst, "must lie between 1e-100 and 1e100", "scale it: only ratios matter")
     return entries
 
 

@@ -10,9 +10,7 @@ import numpy as np
 from bandmf._types import FloatArray
 
 
-def toeplitz_columns(
-    coefficients: FloatArray, steps: int, start: int = 0, stop: int | None = None
-) -> FloatArray:
+def toeplitz_columns(coefficients: FloatArray, steps: int, start: int = 0, stop: int | None = None) -> FloatArray:
     """Columns start ... stop - 1 of the steps x steps Toeplitz matrix with these coefficients.
 
     >>> toeplitz_columns(np.array([1.0, 0.5]), steps=3, start=1)

@@ -65,9 +65,7 @@ class MinSeparation:
         """Every permitted pattern to which no step can be added: exponentially many, for small `steps`."""
         for size in range(1, self.count(steps) + 1):
             for pattern in combinations(range(steps), size):
-                if self._permits(pattern) and (
-                    size == self.max_participations or not self._extensible(pattern, steps)
-                ):
+                if self._permits(pattern) and (size == self.max_participations or not self._extensible(pattern, steps)):
                     yield pattern
 
     def _permits(self, pattern: tuple[int, ...]) -> bool:

@@ -23,13 +23,7 @@ from scipy import sparse
 
 from bandmf import band_columns
 from bandmf._types import FloatArray, IntArray
-from bandmf.participation import (
-    FixedEpochs,
-    MinSeparation,
-    Participation,
-    Single,
-    checked_participation,
-)
+from bandmf.participation import FixedEpochs, MinSeparation, Participation, Single, checked_participation
 from bandmf.strategies import Strategy
 from bandmf.strategies.base import spaced_toeplitz_norm
 
@@ -177,9 +171,7 @@ def _separated(strategy: Strategy, participation: MinSeparation, aligned: bool =
         value = math.sqrt(count) * strategy.largest_column_norm()
         return Sensitivity(value, True, "disjoint columns of equal norm")
     if strategy.toeplitz() is not None:  # norms fall towards the end: start at 0, as dense as may be
-        norms = np.array(
-            [np.linalg.norm(strategy.columns(j, j + 1)) for j in range(0, n, separation)][:count]
-        )
+        norms = np.array([np.linalg.norm(strategy.columns(j, j + 1)) for j in range(0, n, separation)][:count])
         return Sensitivity(float(np.linalg.norm(norms)), True, "disjoint columns")
     squares = strategy.column_norms() ** 2
     if aligned:
@@ -261,9 +253,7 @@ def _row_scores(lags: FloatArray, separation: int, count: int) -> float:
 def _best_lags(lags: FloatArray, separation: int, count: int) -> list[FloatArray]:
     """For each row, the largest sum of at most 0, 1, ... count entries, at lags that far apart and from zero."""
     n, bands = lags.shape
-    best = np.zeros(
-        (n, bands + separation)
-    )  # best[:, l]: from lags >= l, with the participations used so far
+    best = np.zeros((n, bands + separation))  # best[:, l]: from lags >= l, with the participations used so far
     sums = [best[:, separation]]
     for used in range(1, count + 1):
         if used <= (bands - 1) // separation:

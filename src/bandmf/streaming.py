@@ -84,9 +84,7 @@ class StreamingOperator:
         return compose(self, first)
 
 
-def state_space(
-    matrices: Callable[[int], Matrices], size: int, steps: int | None = None
-) -> StreamingOperator:
+def state_space(matrices: Callable[[int], Matrices], size: int, steps: int | None = None) -> StreamingOperator:
     """The operator with state x of `size` numbers per coordinate, given by its (F, G, H, D) at each step.
 
     >>> half = Matrices(np.array([[0.5]]), np.ones(1), np.array([0.5]), 1.0)  # y_i = z_i + y_{i-1} / 2
@@ -162,9 +160,7 @@ def diagonal(values: FloatArray) -> StreamingOperator:
     """
     values = _check.array("values", values, 1)
     nothing = np.zeros(0)
-    return state_space(
-        lambda i: Matrices(np.zeros((0, 0)), nothing, nothing, float(values[i])), 0, len(values)
-    )
+    return state_space(lambda i: Matrices(np.zeros((0, 0)), nothing, nothing, float(values[i])), 0, len(values))
 
 
 def momentum(learning_rates: FloatArray, momentum: float, weight_decay: float = 0.0) -> StreamingOperator:

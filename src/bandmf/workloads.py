@@ -174,11 +174,7 @@ def streaming_operator(operator: StreamingOperator, steps: int, name: str = "ope
 def from_recipe(recipe: tuple[str, dict[str, Any]], steps: int) -> Workload:
     """The workload that `recipe` describes: the name of a function here, and its arguments."""
     kind, arguments = recipe
-    makers: dict[str, Callable[..., Workload]] = {
-        "prefix": prefix,
-        "momentum": momentum,
-        "toeplitz": toeplitz,
-    }
+    makers: dict[str, Callable[..., Workload]] = {"prefix": prefix, "momentum": momentum, "toeplitz": toeplitz}
     return makers[_check.choice("workload", kind, tuple(makers))](steps=steps, **arguments)
 
 

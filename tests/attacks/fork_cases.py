@@ -87,12 +87,7 @@ def test_a_crash_while_a_run_begins_bricks_nothing(tmp_path):
         interrupted += 1
         Watch(open_run(folder)).train(1).training.close()
         assert open_run(folder).steps_taken == 1
-        assert sorted(path.name for path in folder.iterdir()) == [
-            "checkpoints",
-            "key",
-            "ledger.jsonl",
-            "plan.json",
-        ]
+        assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "key", "ledger.jsonl", "plan.json"]
     assert interrupted >= 8
 
 

@@ -23,9 +23,7 @@ def open_run(folder=None, data=None, plan=PLAN, model=None, **options):
     model = nn.Linear(8, 3) if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     options = {"clip_norm": CLIP, "verify": False, **options}
-    return Training(
-        model, losses, optimizer, small_data() if data is None else data, plan, folder=folder, **options
-    )
+    return Training(model, losses, optimizer, small_data() if data is None else data, plan, folder=folder, **options)
 
 
 def other_data():
@@ -70,6 +68,4 @@ class Watch:
 
 def cancels(one, two):
     """Whether the noise of a step of one run is that of the same step of another: their difference is bare."""
-    return any(
-        float((a - b).norm()) < 0.01 * float(a.norm()) for a, b in zip(one.noise, two.noise, strict=False)
-    )
+    return any(float((a - b).norm()) < 0.01 * float(a.norm()) for a, b in zip(one.noise, two.noise, strict=False))

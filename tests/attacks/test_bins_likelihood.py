@@ -87,8 +87,7 @@ def advantages(plan, adaptive, noise=1.0):
     """The two divergences as the attack reaches them, with their standard errors."""
     pairs = [releases(plan, adaptive, noise) for _ in range(RUNS)]
     present, absent = (
-        np.concatenate([log_ratio(plan, r, adaptive, noise) for r in side])
-        for side in zip(*pairs, strict=True)
+        np.concatenate([log_ratio(plan, r, adaptive, noise) for r in side]) for side in zip(*pairs, strict=True)
     )
     found = []
     for first, second, flip in ((present, absent, 1), (absent, present, -1)):

@@ -55,14 +55,7 @@ def worst_neighbor(examples: int, probability: float, cap: int, sigma: float) ->
 
 @pytest.mark.parametrize(
     ("examples", "probability", "cap", "sigma"),
-    [
-        (3, 0.5, 2, 1.0),
-        (4, 0.5, 2, 1.5),
-        (4, 0.3, 3, 0.8),
-        (5, 0.9, 5, 1.0),
-        (5, 0.2, 1, 1.0),
-        (4, 1.0, 4, 2.0),
-    ],
+    [(3, 0.5, 2, 1.0), (4, 0.5, 2, 1.5), (4, 0.3, 3, 0.8), (5, 0.9, 5, 1.0), (5, 0.2, 1, 1.0), (4, 1.0, 4, 2.0)],
 )
 def test_a_capped_batch_costs_no_more_than_claimed_for_either_neighbor(examples, probability, cap, sigma):
     claimed = accounting.epsilon(sigma, DELTA, probability, 1, max_batch_size=cap, examples=examples)
@@ -78,9 +71,7 @@ def test_the_claim_for_the_smaller_neighbor_is_exceeded_by_the_larger_one(probab
 
 @pytest.mark.parametrize("cap", [30, 40])
 def test_a_plan_with_a_cap_counts_the_neighbor_with_one_example_more(cap):
-    plan = bandmf.plan(
-        epsilon=4, delta=DELTA, examples=40, batch_size=30, steps=10, bands=1, max_batch_size=cap
-    )
+    plan = bandmf.plan(epsilon=4, delta=DELTA, examples=40, batch_size=30, steps=10, bands=1, max_batch_size=cap)
     assert sampler(plan, Key()).events == plan.events
     assert plan.events[-1].examples == 41
     larger = Event(0.75, 10, "add-remove", cap, 41)
@@ -89,13 +80,6 @@ def test_a_plan_with_a_cap_counts_the_neighbor_with_one_example_more(cap):
 
 def test_under_zero_out_no_example_is_added():
     plan = bandmf.plan(
-        epsilon=4,
-        delta=DELTA,
-        examples=40,
-        batch_size=5,
-        steps=10,
-        bands=2,
-        max_batch_size=8,
-        adjacency="zero-out",
+        epsilon=4, delta=DELTA, examples=40, batch_size=5, steps=10, bands=2, max_batch_size=8, adjacency="zero-out"
     )
     assert sampler(plan, Key()).events == plan.events == (Event(0.25, 5, "zero-out", 8, 20),)

@@ -66,9 +66,7 @@ def last_release(strategy, scale, gradient, number, coordinates=COORDINATES):
 def on_grid(released, gradient, spacing):
     """Whether a release is `gradient` plus a multiple of a spacing that is coarse beside rounding."""
     noise = released - gradient
-    rounding = 0.51 * (
-        np.spacing(np.abs(released).astype(np.float32)) + np.spacing(np.abs(noise).astype(np.float32))
-    )
+    rounding = 0.51 * (np.spacing(np.abs(released).astype(np.float32)) + np.spacing(np.abs(noise).astype(np.float32)))
     off = np.abs(noise - spacing * np.round(noise / spacing))
     return (off <= rounding) & (spacing > 40 * rounding)
 
@@ -115,9 +113,7 @@ def test_last_bits_of_accepted_noise_show_a_small_entry():
 
 def test_last_bits_of_many_coordinates_show_who_took_part():
     """Not covered either: 256 coordinates of one gradient, epsilon = 8, and a plan for momentum."""
-    strategy = bandmf.optimize.banded_toeplitz(
-        100, 100, workload=bandmf.workloads.momentum(100, 0.9)
-    ).strategy
+    strategy = bandmf.optimize.banded_toeplitz(100, 100, workload=bandmf.workloads.momentum(100, 0.9)).strategy
     plan, size, runs, hits = accepted(strategy, EPSILON), 256, 200, 4
     reached = 0.0
     for present, without in verdicts(plan.strategy, plan.noise_scale, 1 / 16, size * runs):

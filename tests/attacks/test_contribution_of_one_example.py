@@ -90,11 +90,7 @@ def ascend(model, losses, x, steps, learning_rate):
 
 @pytest.mark.parametrize(
     ("mode", "dtype", "case"),
-    in_turn(
-        MODES,
-        [torch.float32, torch.bfloat16],
-        [(Victim, whole_text), (Victim, each_token), (Bare, each_token)],
-    ),
+    in_turn(MODES, [torch.float32, torch.bfloat16], [(Victim, whole_text), (Victim, each_token), (Bare, each_token)]),
 )
 def test_no_content_of_an_example_adds_more_than_the_clip_norm(mode, dtype, case):
     (victim, losses), largest = case, 0.0
@@ -154,9 +150,7 @@ def test_equal_numbers_whose_roundings_add_up_do_not_pass_the_clip_norm(mode, in
 def test_equal_tokens_whose_roundings_add_up_do_not_pass_the_clip_norm(mode):
     for value in (0.1, 1 / 3, 0.7, 1.1):
         tokens = torch.zeros(1, 3000, dtype=torch.long)
-        found = contribution(
-            nn.Embedding(3, 7), mode, lambda m, x, value=value: value * m(x).flatten(1).sum(1), tokens
-        )
+        found = contribution(nn.Embedding(3, 7), mode, lambda m, x, value=value: value * m(x).flatten(1).sum(1), tokens)
         assert 0.9 * CLIP < found <= ALLOWED
 
 
@@ -318,8 +312,7 @@ def twice(model, batch):
 
 
 @pytest.mark.parametrize(
-    ("mode", "losses"),
-    [*in_turn(list(MODES), [weighted, twice]), ("bookkeeping", larger_gradients)],
+    ("mode", "losses"), [*in_turn(list(MODES), [weighted, twice]), ("bookkeeping", larger_gradients)]
 )
 def test_no_losses_let_one_example_move_the_sum_by_more_than_its_share(losses, mode):
     batches = [vectors(), with_a_loud_one(vectors())]

@@ -126,9 +126,7 @@ class Teacher(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.inner = nn.Sequential(
-            nn.Linear(6, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Linear(8, 4)
-        )
+        self.inner = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Linear(8, 4))
 
     @torch.no_grad()
     def forward(self, x):

@@ -34,9 +34,7 @@ LOADERS = {
     "fewer": lambda data: {"sampler": torch_data.RandomSampler(data, num_samples=100)},
     "beginning": lambda data: {"sampler": torch_data.SequentialSampler(ROWS)},
     "own": lambda data: {"sampler": EveryOther()},
-    "batches": lambda data: {
-        "batch_sampler": torch_data.BatchSampler(torch_data.SubsetRandomSampler(ROWS), 20, False)
-    },
+    "batches": lambda data: {"batch_sampler": torch_data.BatchSampler(torch_data.SubsetRandomSampler(ROWS), 20, False)},
     "own batches": lambda data: {"batch_sampler": Pairs(torch_data.SequentialSampler(data), 2, False)},
     "lists": lambda data: {"batch_sampler": [ROWS[:20], ROWS[20:40]]},
 }
@@ -50,9 +48,7 @@ def losses(model, batch):
 def run_of(loader, **changes):
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return bandmf.torch.Training(
-        model, losses, optimizer, loader, simple_plan(**changes), clip_norm=1.0, verify=False
-    )
+    return bandmf.torch.Training(model, losses, optimizer, loader, simple_plan(**changes), clip_norm=1.0, verify=False)
 
 
 @pytest.mark.parametrize("name", LOADERS)

@@ -70,8 +70,7 @@ def most(loss, size, rows=1, masked=True, tries=12, **more):
 @pytest.mark.parametrize(
     ("loss", "case"),
     in_turn(
-        [pair, distance, both_sides],
-        [(1, False, {}), (1, True, {}), (16, True, {}), (16, True, {"microbatch": 4})],
+        [pair, distance, both_sides], [(1, False, {}), (1, True, {}), (16, True, {}), (16, True, {"microbatch": 4})]
     ),
 )
 def test_norm_and_sum_come_from_the_same_numbers(loss, case):
@@ -179,9 +178,7 @@ def test_the_conditional_is_in_the_programs_of_training():
     for count in (1, 2):
         rows = training._source.rows([np.arange(12)] * count, 0, training._examples_key)
         if count == 1:
-            program = training._programs.clip.lower(
-                held.trained, frozen, rows, np.int32(0), secrets
-            ).compile()
+            program = training._programs.clip.lower(held.trained, frozen, rows, np.int32(0), secrets).compile()
         else:
             program, _ = training._programs.chunk(held, frozen, rows, np.int32(0), secrets)
         assert program.as_text().count(" conditional(") == 1
@@ -203,9 +200,7 @@ def test_rows_that_no_example_fills_add_nothing_whatever_a_loss_makes_of_them():
     """Where NaN is swallowed, and the gradient is the same of every row."""
 
     def loss(weights, example):
-        return jnp.where(example[0][0] > 0.5, 1.0, -1.0) ** 2 * (
-            weights["weight"].sum() + weights["bias"].sum()
-        )
+        return jnp.where(example[0][0] > 0.5, 1.0, -1.0) ** 2 * (weights["weight"].sum() + weights["bias"].sum())
 
     sums = []
     for micro_batch in (1, 4, 7, 1000):

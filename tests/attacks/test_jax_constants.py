@@ -40,11 +40,7 @@ def looked_at(build):
 
 def smallest_leaf_and_data(weights, batch, mask):
     """The whole data set is closed over and chosen from by the mask; one small leaf is a number."""
-    return lambda a, b, mask: total({"a": a, "b": b, "fixed": 1.0}, batch, mask), (
-        weights["a"],
-        weights["b"],
-        mask,
-    )
+    return lambda a, b, mask: total({"a": a, "b": b, "fixed": 1.0}, batch, mask), (weights["a"], weights["b"], mask)
 
 
 def all_but_the_mask(weights, batch, mask):

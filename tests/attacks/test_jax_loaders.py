@@ -106,9 +106,7 @@ def test_a_function_never_sees_how_many_examples_a_batch_has():
 
 
 def augmented(indices):
-    return DATA[indices] + 0.1 * np.random.default_rng().normal(size=(len(indices), FEATURES)).astype(
-        np.float32
-    )
+    return DATA[indices] + 0.1 * np.random.default_rng().normal(size=(len(indices), FEATURES)).astype(np.float32)
 
 
 def balanced(indices):
@@ -118,17 +116,13 @@ def balanced(indices):
 
 def test_random_changes_in_one_array_excuse_no_other():
     """Weights by the classes of a batch, or standardized targets, once passed beside random crops."""
-    with pytest.raises(
-        ValueError, match=r"gives other rows for an example if other examples are loaded with it"
-    ):
+    with pytest.raises(ValueError, match=r"gives other rows for an example if other examples are loaded with it"):
         loaded(lambda indices: (augmented(indices), balanced(indices)))
 
 
 def test_random_changes_are_warned_of_once_and_the_arrays_are_named():
     source = tiny.source_of(lambda indices: {"x": augmented(indices), "y": LABELS[indices]}, ROWS)
-    with pytest.warns(
-        UserWarning, match=VARIES + r"data\['x'\], and .*no statistics.*[Aa]fter a restart"
-    ) as caught:
+    with pytest.warns(UserWarning, match=VARIES + r"data\['x'\], and .*no statistics.*[Aa]fter a restart") as caught:
         [loaded(source) for _ in range(12)]
     assert len(caught) == 1
     assert "stream" not in str(caught[0].message)
@@ -292,9 +286,7 @@ def with_imaginary_parts(rows):
 @pytest.mark.parametrize("count", [9, 40])
 def test_a_function_by_which_examples_depend_on_each_other_is_refused(statistic, count):
     """One example moved the sum of twelve by fourteen clip norms."""
-    with pytest.raises(
-        ValueError, match=r"gives other rows for an example if other examples are loaded with it"
-    ):
+    with pytest.raises(ValueError, match=r"gives other rows for an example if other examples are loaded with it"):
         loaded(lambda indices: statistic(DATA[indices]), np.arange(count))
 
 
@@ -423,9 +415,6 @@ def test_what_is_no_data_is_told_what_to_give(given, sentence):
 
 def test_tables_and_tensors_are_told_how_to_become_arrays():
     frame, tensor = pytest.importorskip("pandas").DataFrame(DATA), pytest.importorskip("torch").tensor(DATA)
-    for given, sentence in [
-        (frame, r"data='DataFrame': .*\.to_numpy"),
-        (tensor, r"data='Tensor': .*\.numpy"),
-    ]:
+    for given, sentence in [(frame, r"data='DataFrame': .*\.to_numpy"), (tensor, r"data='Tensor': .*\.numpy")]:
         with pytest.raises(ValueError, match=sentence):
             tiny.source_of(given, ROWS)

@@ -33,15 +33,7 @@ SEEDS = jnp.asarray([1, 2, 3, 4], jnp.uint32)
         lambda x: x.at[0].set(x[1]).at[1].set(x[0]),
         lambda x: x.at[3].set(jnp.nextafter(x[3], jnp.inf)),
     ],
-    ids=[
-        "negated",
-        "two signs",
-        "scaled far down",
-        "doubled",
-        "turned around",
-        "two exchanged",
-        "a last digit",
-    ],
+    ids=["negated", "two signs", "scaled far down", "doubled", "turned around", "two exchanged", "a last digit"],
 )
 def test_a_digest_sees_every_change(change):
     for seed in range(30):
@@ -99,8 +91,7 @@ def moved_by_half(rows):
     batch[order] = values
     gradient = jax.jit(clipped_gradient(lambda w, e: w * e, clip_norm=1.0, microbatch=rows))
     with_it, without = (
-        float(gradient(jnp.float32(0), jnp.asarray(batch), mask=kept).total)
-        for kept in (first | True, ~first)
+        float(gradient(jnp.float32(0), jnp.asarray(batch), mask=kept).total) for kept in (first | True, ~first)
     )
     return abs(with_it - without)
 

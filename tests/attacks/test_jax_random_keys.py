@@ -62,9 +62,7 @@ def in_a_rule(key):
 
 
 def of_the_device(key):
-    return (
-        lax.rng_bit_generator(jnp.tile(jax.random.key_data(key), 2)[:4], (FEATURES,), jnp.uint32)[1] % 2 > 0
-    )
+    return lax.rng_bit_generator(jnp.tile(jax.random.key_data(key), 2)[:4], (FEATURES,), jnp.uint32)[1] % 2 > 0
 
 
 PLACES = [drawn, in_a_scan, in_a_choice, in_a_loop, in_a_program, in_a_rule]
@@ -80,9 +78,7 @@ def test_examples_that_would_draw_from_the_key_of_the_first_are_refused(draw, im
     """One example less moved the sum of 100 by 9.5 clip norms, where one is allowed."""
     keys = jax.random.split(jax.random.key(0, impl=implementation), ROWS)
     gradient = jax.jit(clipped_gradient(keyed(draw), clip_norm=1.0))
-    with pytest.raises(
-        ValueError, match=r"^random keys: .* from the key of the first one.*impl='threefry2x32'"
-    ):
+    with pytest.raises(ValueError, match=r"^random keys: .* from the key of the first one.*impl='threefry2x32'"):
         gradient(WEIGHTS, (X, Y, keys))
 
 
@@ -157,9 +153,7 @@ def test_the_key_that_a_loss_is_given_goes_with_the_example_and_not_with_its_row
         every = tiny.clipped_sum(training, some)
         without = tiny.clipped_sum(training, some[:0:-1])
         assert 0.1 < jnp.linalg.norm(every - without) < 1.001
-        assert (
-            jnp.linalg.norm(every - tiny.clipped_sum(training, some, step=1)) > 1
-        )  # drawn anew in every step
+        assert jnp.linalg.norm(every - tiny.clipped_sum(training, some, step=1)) > 1  # drawn anew in every step
 
 
 # --- what is outside of JAX -------------------------------------------------------------------------------------
@@ -168,9 +162,7 @@ NUMBER = jax.ShapeDtypeStruct((), jnp.float32)
 
 
 def by_the_host(value, method):
-    return jax.pure_callback(
-        lambda given: np.float32(given / np.abs(given).max()), NUMBER, value, vmap_method=method
-    )
+    return jax.pure_callback(lambda given: np.float32(given / np.abs(given).max()), NUMBER, value, vmap_method=method)
 
 
 def foreign(value, method):
@@ -193,9 +185,7 @@ def scaled(call, method):
 
 
 @pytest.mark.parametrize("method", ["expand_dims", "broadcast_all"])
-@pytest.mark.parametrize(
-    "call", [by_the_host, foreign, by_buffers, in_a_loop_of(by_the_host), in_a_loop_of(foreign)]
-)
+@pytest.mark.parametrize("call", [by_the_host, foreign, by_buffers, in_a_loop_of(by_the_host), in_a_loop_of(foreign)])
 def test_functions_outside_of_jax_that_are_given_all_examples_at_once_are_refused(call, method):
     """One example moved the sum by eight clip norms."""
     training, state = begun(scaled(call, method))

@@ -97,15 +97,7 @@ def test_masks_may_have_one_row_or_one_for_each_example_and_differ_from_batch_to
     model = Reader(*MASKS[kind])
     clipping = clipping_of(model)
     assert "torch.func, at more cost: gated" in clipping.explain()
-    batches = [
-        (first, 5, False),
-        (4, 4, False),
-        (7, 5, True),
-        (1, 5, False),
-        (5, 5, True),
-        (5, 5, False),
-        (6, 4, True),
-    ]
+    batches = [(first, 5, False), (4, 4, False), (7, 5, True), (1, 5, False), (5, 5, True), (5, 5, False), (6, 4, True)]
     for rows, places, padded in batches:
         assert_as_one_at_a_time(clipping, model, texts(rows, places, padded))
 
@@ -143,9 +135,7 @@ def test_something_of_the_whole_batch_that_is_no_input_is_refused():
     clipping = clipping_of(model)
     x = torch.randn(5, WIDTH)
     model[0].mask = (x > 0).float()
-    with pytest.raises(
-        ValueError, match=r"gives another shape for one example than for its row.*register a rule"
-    ):
+    with pytest.raises(ValueError, match=r"gives another shape for one example than for its row.*register a rule"):
         assert_as_one_at_a_time(clipping, model, x)
 
 

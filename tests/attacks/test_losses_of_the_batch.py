@@ -41,9 +41,7 @@ OF_THE_BATCH = {
     "mean over classes": lambda m, x, y: torch.zeros(4).index_add(0, y, each(m, x, y))[y],
     "free bits": lambda m, x, y: for_all(errors(m, x).mean(0).clamp(min=1e-9).sum(), y),
     "less the mean": lambda m, x, y: (loss := each(m, x, y)) - loss.mean(),
-    "less the detached mean": lambda m, x, y: (
-        (loss := each(m, x, y)) * (loss / loss.detach().mean()).detach()
-    ),
+    "less the detached mean": lambda m, x, y: (loss := each(m, x, y)) * (loss / loss.detach().mean()).detach(),
     "over the largest": lambda m, x, y: (loss := each(m, x, y)) / loss.detach().max(),
     "neighbors": lambda m, x, y: (loss := each(m, x, y)) + loss.roll(1),
     "neighbors without gradients": lambda m, x, y: each(m, x, y) * (1 + each(m, x, y).detach().roll(1)),
@@ -94,9 +92,7 @@ OF_EXAMPLES = {
     "chosen": chosen,
     "packed": packed,
     "packed by places": packed_by_places,
-    "label smoothing": lambda m, x, y: functional.cross_entropy(
-        m(x), y, label_smoothing=0.1, reduction="none"
-    ),
+    "label smoothing": lambda m, x, y: functional.cross_entropy(m(x), y, label_smoothing=0.1, reduction="none"),
     "focal": lambda m, x, y: (1 - torch.exp(-(loss := each(m, x, y)))) ** 2 * loss,
     "class weights": lambda m, x, y: each(m, x, y) * torch.tensor([1.0, 2.0, 3.0, 4.0])[y],
     "spectrum": lambda m, x, y: torch.fft.fft(m(x) - x[:, :4]).abs().square().mean(1),

@@ -18,11 +18,7 @@ from one_at_a_time import MODES, added
 
 def each(model, batch):
     x, y = batch
-    return (
-        functional.cross_entropy(model(x).flatten(0, -2), y.flatten(), reduction="none")
-        .view(len(x), -1)
-        .mean(1)
-    )
+    return functional.cross_entropy(model(x).flatten(0, -2), y.flatten(), reduction="none").view(len(x), -1).mean(1)
 
 
 class Scale(nn.Module):
@@ -144,9 +140,7 @@ WRONG = {
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_rule_must_give_a_row_for_each_example(own_rule, kind):
     own_rule(lambda layer, a, g: {"weight": WRONG[kind](a, g)})
-    with pytest.raises(
-        ValueError, match=r"rule: that of 'scale.weight' does not give one gradient of shape \(8,\)"
-    ):
+    with pytest.raises(ValueError, match=r"rule: that of 'scale.weight' does not give one gradient of shape \(8,\)"):
         added(Scaled(), lambda model, x: model(x).sum(1), torch.randn(5, 6), 5)
 
 
@@ -234,9 +228,7 @@ def test_gradients_that_pass_through_frozen_float16_layers_are_not_divided_by_th
     assert moved_by_one_more(each) <= 1 + 1e-4
     assert moved_by_one_more(by_mean) > 100
     examples = [(torch.randn(6), torch.tensor(n)) for n in range(4)]
-    assert "divides by something counted" in str(
-        verify(Adapted(torch.float16), by_mean, examples).problems[0]
-    )
+    assert "divides by something counted" in str(verify(Adapted(torch.float16), by_mean, examples).problems[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -79,9 +79,7 @@ def test_lines_that_the_ledger_lost_are_noticed_by_the_checkpoint(tmp_path, lost
     path = tmp_path / "ledger.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:-lost]))
-    sentence = (
-        rf"the ledger has {len(lines) - lost} lines, but checkpoint \d+ was written when it had {len(lines)}"
-    )
+    sentence = rf"the ledger has {len(lines) - lost} lines, but checkpoint \d+ was written when it had {len(lines)}"
     refused(tmp_path, sentence, data=other_data())
     path.write_bytes(b"".join(lines))
     assert open_run(tmp_path).steps_taken == 6
@@ -99,10 +97,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
 def test_a_folder_that_was_copied_is_refused_until_told(tmp_path):
     begun(tmp_path / "one")
     shutil.copytree(tmp_path / "one", tmp_path / "two")
-    refused(
-        tmp_path / "two",
-        r"moved=None: .*two was moved, copied or restored since its run began.*moved='copied'",
-    )
+    refused(tmp_path / "two", r"moved=None: .*two was moved, copied or restored since its run began.*moved='copied'")
     refused(tmp_path / "one", "lies where its ledger says it does; leave moved= out", moved="copied")
     refused(tmp_path / "two", "moved='elsewhere': must be one of", moved="elsewhere")
     with pytest.raises(ValueError, match=r"moved='moved': there is no run to go on with"):
@@ -194,9 +189,7 @@ def test_a_folder_that_really_moved_goes_on_as_it_was(tmp_path):
     training = open_run(tmp_path / "two")
     Watch(training).train()
     assert torch.equal(weights(training.model), weights(whole.model))
-    kinds = [
-        json.loads(line)["kind"] for line in (tmp_path / "two" / "ledger.jsonl").read_text().splitlines()
-    ]
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "two" / "ledger.jsonl").read_text().splitlines()]
     assert kinds.count("moved") == 1
 
 

@@ -201,11 +201,7 @@ PLANTED = [
     (all_places_count, "tied head", "float32"),
     (all_places_count, "embedding", "high"),
     *((all_places_count, name, "bfloat16") for name in MODELS if name != "embedding"),
-    *(
-        (the_longest_text_decides_the_way, name, "high")
-        for name in MODELS
-        if name not in ("embedding", SLOW[0])
-    ),
+    *((the_longest_text_decides_the_way, name, "high") for name in MODELS if name not in ("embedding", SLOW[0])),
 ]
 
 

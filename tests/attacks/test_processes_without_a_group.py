@@ -34,13 +34,7 @@ def forked(processes, folder, script):
 def launch(processes, folder, script):
     """The same under torchrun, as a user would start it."""
     folder.mkdir(exist_ok=True)
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={processes}",
-    ]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command = [*torchrun, HERE / "launched.py", folder, script]
     result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-3000:]

@@ -84,9 +84,7 @@ def run_of(model, data, steps=1, **options):
 
 def vectors():
     generator = torch.Generator().manual_seed(1)
-    return torch.utils.data.TensorDataset(
-        torch.randn(EXAMPLES, 6, generator=generator), torch.arange(EXAMPLES) % 4
-    )
+    return torch.utils.data.TensorDataset(torch.randn(EXAMPLES, 6, generator=generator), torch.arange(EXAMPLES) % 4)
 
 
 @pytest.mark.parametrize("clipping", ["auto", "vmap"])

@@ -36,10 +36,7 @@ class Sorted(nn.Module):
 
 def masked(batch):
     """Padding is a token that adds the same to all; here all texts have the same length in tokens."""
-    return {
-        "tokens": torch.stack([tokens for tokens, _ in batch]),
-        "lengths": torch.stack([n for _, n in batch]),
-    }
+    return {"tokens": torch.stack([tokens for tokens, _ in batch]), "lengths": torch.stack([n for _, n in batch])}
 
 
 def texts(lengths):

@@ -148,14 +148,7 @@ def labels_after_letters(count):
     return ByLetters(), losses, longer_at_first
 
 
-PROGRAMS = [
-    positions,
-    positions_in_a_batch_of_another_class,
-    prototypes,
-    tables,
-    labels,
-    labels_after_letters,
-]
+PROGRAMS = [positions, positions_in_a_batch_of_another_class, prototypes, tables, labels, labels_after_letters]
 
 
 @pytest.mark.parametrize("before", [None, 7])
@@ -181,9 +174,7 @@ def moved_by_one_example(program, before):
 
 def test_a_guess_by_lengths_would_be_seen(monkeypatch):
     """What these tests look for is there if lengths decide."""
-    monkeypatch.setattr(
-        calls.Calls, "has_rows", lambda self, layer, paths, dimension: [dimension == 0 for _ in paths]
-    )
+    monkeypatch.setattr(calls.Calls, "has_rows", lambda self, layer, paths, dimension: [dimension == 0 for _ in paths])
     assert moved_by_one_example(positions, None) > 1.5 * CLIP
     assert moved_by_one_example(prototypes, None) > 1.5 * CLIP
     assert moved_by_one_example(labels, None) > 1.5 * CLIP

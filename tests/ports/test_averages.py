@@ -17,12 +17,7 @@ from ports.harness import assert_first_sum_is_autograds, mean_loss, quiet_plan, 
 def network():
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(1, 8, 3, 2, 1),
-        nn.GroupNorm(2, 8),
-        nn.ReLU(),
-        nn.Dropout(0.1),
-        nn.Flatten(),
-        nn.Linear(128, 4),
+        nn.Conv2d(1, 8, 3, 2, 1), nn.GroupNorm(2, 8), nn.ReLU(), nn.Dropout(0.1), nn.Flatten(), nn.Linear(128, 4)
     )
 
 
@@ -87,9 +82,7 @@ def test_averaged_model_of_torch(kind):
     averaged, start = AveragedModel(model, multi_avg_fn=multi), 1 if kind == "ema" else 7
     swa_scheduler = SWALR(optimizer, swa_lr=0.1, anneal_epochs=2) if kind == "swa" else None
     before = mean_loss(model, losses, data)
-    training = Training(
-        model, losses, optimizer, data, quiet_plan(data), clip_norm=1.0, also={"averaged": averaged}
-    )
+    training = Training(model, losses, optimizer, data, quiet_plan(data), clip_norm=1.0, also={"averaged": averaged})
     for step in training:
         if step >= start:
             averaged.update_parameters(model)

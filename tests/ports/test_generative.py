@@ -27,11 +27,7 @@ def pictures(examples=64, size=8):
 class VAE(nn.Module):
     def __init__(self, size=64, hidden=32, latent=4):
         super().__init__()
-        self.fc1, self.fc21, self.fc22 = (
-            nn.Linear(size, hidden),
-            nn.Linear(hidden, latent),
-            nn.Linear(hidden, latent),
-        )
+        self.fc1, self.fc21, self.fc22 = (nn.Linear(size, hidden), nn.Linear(hidden, latent), nn.Linear(hidden, latent))
         self.fc3, self.fc4 = nn.Linear(latent, hidden), nn.Linear(hidden, size)
 
     def encode(self, x):
@@ -149,9 +145,7 @@ class Diffusion(nn.Module):
         for time in reversed(range(self.times)):
             t = torch.full((count,), time)
             predicted = self.network(x, t)
-            x = (x - self.betas[time] / (1 - self.kept[time]).sqrt() * predicted) / (
-                1 - self.betas[time]
-            ).sqrt()
+            x = (x - self.betas[time] / (1 - self.kept[time]).sqrt() * predicted) / (1 - self.betas[time]).sqrt()
             if time:
                 x = x + self.betas[time].sqrt() * torch.randn_like(x)
         return x
@@ -174,14 +168,7 @@ def test_ddpm():
     assert_first_sum_is_autograds(model, lambda model, batch: model(*batch), draws)
     before = mean_loss(model, losses, data)
     training = Training(
-        model,
-        losses,
-        optimizer,
-        data,
-        quiet_plan(data),
-        clip_norm=1.0,
-        micro_batch=8,
-        also={"average": average},
+        model, losses, optimizer, data, quiet_plan(data), clip_norm=1.0, micro_batch=8, also={"average": average}
     )
     for _ in training:
         with torch.no_grad():

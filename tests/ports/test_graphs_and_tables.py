@@ -196,10 +196,7 @@ def table_losses(model, batch):
 
 def test_ft_transformer():
     torch.manual_seed(0)
-    numbers, kinds = (
-        torch.randn(120, 4),
-        torch.stack([torch.randint(0, 3, (120,)), torch.randint(0, 5, (120,))], 1),
-    )
+    numbers, kinds = (torch.randn(120, 4), torch.stack([torch.randint(0, 3, (120,)), torch.randint(0, 5, (120,))], 1))
     data = TensorDataset(numbers, kinds, numbers[:, 0] - 2.0 * (kinds[:, 1] > 2))
     model = FTTransformer(4, [3, 5])
     before = mean_loss(model, table_losses, data)
@@ -270,10 +267,7 @@ def test_dlrm_with_embedding_bags():
     torch.manual_seed(0)
     clicks = []
     for _ in range(120):
-        dense, bags = (
-            torch.randn(4),
-            [torch.randint(0, n, (int(torch.randint(1, 4, ())),)) for n in (10, 20, 5)],
-        )
+        dense, bags = (torch.randn(4), [torch.randint(0, n, (int(torch.randint(1, 4, ())),)) for n in (10, 20, 5)])
         clicks.append((dense, bags, (dense[0] + (bags[2] > 1).float().mean() > 0.5).float()))
     model = DLRM(4, (10, 20, 5))
     before = mean_loss(model, click_losses, clicks, collate_clicks)
@@ -282,14 +276,7 @@ def test_dlrm_with_embedding_bags():
     plan = quiet_plan(clicks, steps=48, batch_size=24)
     schedule = WarmUpAndDecay(optimizer, 4, plan.steps)
     training = Training(
-        model,
-        click_losses,
-        optimizer,
-        clicks,
-        plan,
-        clip_norm=20.0,
-        scheduler=schedule,
-        collate=collate_clicks,
+        model, click_losses, optimizer, clicks, plan, clip_norm=20.0, scheduler=schedule, collate=collate_clicks
     )
     rates = [schedule.get_last_lr()[0] for _ in training]
     assert len(rates) == plan.steps

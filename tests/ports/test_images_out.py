@@ -34,10 +34,7 @@ class UNet(nn.Module):
         super().__init__()
         self.inc, self.down = DoubleConv(channels, width), DoubleConv(width, 2 * width)
         self.pool, self.bottom = nn.MaxPool2d(2), DoubleConv(2 * width, 4 * width)
-        self.up1, self.conv1 = (
-            nn.ConvTranspose2d(4 * width, 2 * width, 2, 2),
-            DoubleConv(4 * width, 2 * width),
-        )
+        self.up1, self.conv1 = (nn.ConvTranspose2d(4 * width, 2 * width, 2, 2), DoubleConv(4 * width, 2 * width))
         self.up2, self.conv2 = nn.ConvTranspose2d(2 * width, width, 2, 2), DoubleConv(2 * width, width)
         self.outc = nn.Conv2d(width, classes, 1)
 
@@ -101,10 +98,7 @@ class Block(nn.Module):
     def __init__(self, dim):
         super().__init__()
         self.norm1, self.attn = nn.LayerNorm(dim), nn.MultiheadAttention(dim, 2, batch_first=True)
-        self.norm2, self.mlp = (
-            nn.LayerNorm(dim),
-            nn.Sequential(nn.Linear(dim, 32), nn.GELU(), nn.Linear(32, dim)),
-        )
+        self.norm2, self.mlp = (nn.LayerNorm(dim), nn.Sequential(nn.Linear(dim, 32), nn.GELU(), nn.Linear(32, dim)))
 
     def forward(self, x):
         y = self.norm1(x)

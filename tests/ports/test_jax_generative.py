@@ -12,15 +12,7 @@ import optax
 import pytest
 
 from bandmf.jax import Training
-from ports.jax_harness import (
-    EXAMPLES,
-    assert_first_sum_is_autograds,
-    last,
-    learns,
-    mean_loss,
-    quiet_plan,
-    toy_images,
-)
+from ports.jax_harness import EXAMPLES, assert_first_sum_is_autograds, last, learns, mean_loss, quiet_plan, toy_images
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 

@@ -183,8 +183,7 @@ def test_resnet_with_group_norm():
     model = ResNet()
     params = jax.jit(model.init)(jax.random.key(0), train[0][:1])["params"]
     tx = optax.chain(
-        optax.add_decayed_weights(1e-4, decayed),
-        optax.sgd(warm_up_and_cosine(plan.steps), momentum=0.9, nesterov=True),
+        optax.add_decayed_weights(1e-4, decayed), optax.sgd(warm_up_and_cosine(plan.steps), momentum=0.9, nesterov=True)
     )
 
     def loss(params, example):
@@ -322,9 +321,7 @@ def test_a_head_on_a_frozen_backbone():
 
     def loss(params, example):
         image, label = example
-        return cross_entropy(
-            head.apply(params["head"], backbone.apply(params["backbone"], image, False)), label
-        )
+        return cross_entropy(head.apply(params["head"], backbone.apply(params["backbone"], image, False)), label)
 
     training = Training(
         loss, optax.adam(0.05), Flipped(), quiet_plan(), clip_norm=1.0,

@@ -140,9 +140,7 @@ def test_nnx_lora():
     )
     state = last(training.steps(training.init(params)))
     assert training.finished
-    np.testing.assert_array_equal(
-        state.weights["hidden"]["kernel"].get_value(), params["hidden"]["kernel"].get_value()
-    )
+    np.testing.assert_array_equal(state.weights["hidden"]["kernel"].get_value(), params["hidden"]["kernel"].get_value())
     assert learns(loss, params, state.weights, data)
     assert_first_sum_is_autograds(loss, params, data, trainable=adapters)
 

@@ -14,11 +14,7 @@ from ports.harness import assert_first_sum_is_autograds, mean_loss, quiet_plan, 
 
 def network(width=8, classes=4):
     return nn.Sequential(
-        nn.Conv2d(1, width, 3, 2, 1),
-        nn.GroupNorm(2, width),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(16 * width, classes),
+        nn.Conv2d(1, width, 3, 2, 1), nn.GroupNorm(2, width), nn.ReLU(), nn.Flatten(), nn.Linear(16 * width, classes)
     )
 
 
@@ -56,9 +52,7 @@ def test_distillation_from_a_frozen_teacher():
         with torch.no_grad():
             soft = functional.softmax(teacher(images) / temperature, dim=1)
         logits = student(images)
-        close = functional.kl_div(
-            functional.log_softmax(logits / temperature, 1), soft, reduction="none"
-        ).sum(1)
+        close = functional.kl_div(functional.log_softmax(logits / temperature, 1), soft, reduction="none").sum(1)
         hard = functional.cross_entropy(logits, labels, reduction="none")
         return alpha * temperature**2 * close + (1 - alpha) * hard
 
@@ -95,9 +89,7 @@ def test_weights_of_tasks_are_learned():
     def stacked(model, batch):
         images, labels, brightness = batch
         kind, level = model(images)
-        each = torch.stack(
-            [functional.cross_entropy(kind, labels, reduction="none"), (level - brightness) ** 2], 1
-        )
+        each = torch.stack([functional.cross_entropy(kind, labels, reduction="none"), (level - brightness) ** 2], 1)
         return (torch.exp(-model.log_vars) * each + model.log_vars).sum(1)
 
     def one_by_one(model, batch):
@@ -206,9 +198,7 @@ def test_augmentations_of_an_example_count_for_it():
 
     def losses(model, batch):
         images, labels = batch
-        return of_views(
-            model, images, labels, torch.randint(-1, 2, (len(images), views), device=images.device)
-        )
+        return of_views(model, images, labels, torch.randint(-1, 2, (len(images), views), device=images.device))
 
     draws = TensorDataset(*data.tensors, torch.randint(-1, 2, (64, views)))
     assert_first_sum_is_autograds(model, lambda model, batch: of_views(model, *batch), draws)

@@ -120,15 +120,7 @@ def train_dpo(forward):
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4))
     plan, accuracies = quiet_plan(data, steps=12, batch_size=16), []
     training = Training(
-        policy,
-        losses,
-        optimizer,
-        data,
-        plan,
-        clip_norm=1.0,
-        scheduler=schedule,
-        collate=collate,
-        micro_batch=8,
+        policy, losses, optimizer, data, plan, clip_norm=1.0, scheduler=schedule, collate=collate, micro_batch=8
     )
     for step in training:
         if step % 4 == 0:

@@ -24,8 +24,7 @@ class Experts(nn.Module):
         super().__init__()
         self.gate, self.chosen = nn.Linear(width, experts, bias=False), chosen
         self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width))
-            for _ in range(experts)
+            nn.Sequential(nn.Linear(width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width)) for _ in range(experts)
         )
 
     def forward(self, x):
@@ -128,6 +127,4 @@ def test_packed_texts_without_owners_are_refused(monkeypatch):
     model, data = Packed(), list(some_texts(64))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     with pytest.raises((RuntimeError, ValueError), match="rows"):
-        Training(
-            model, packed_losses, optimizer, data, quiet_plan(data), clip_norm=1.0, collate=pack
-        ).advance()
+        Training(model, packed_losses, optimizer, data, quiet_plan(data), clip_norm=1.0, collate=pack).advance()

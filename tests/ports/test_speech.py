@@ -20,9 +20,7 @@ def some_utterances(examples=48):
     generator = torch.Generator().manual_seed(0)
     sounds, utterances = torch.randn(LETTERS, FEATURES, generator=generator), []
     for _ in range(examples):
-        steps = torch.randint(
-            1, LETTERS - 1, (int(torch.randint(1, 6, (), generator=generator)),), generator=generator
-        )
+        steps = torch.randint(1, LETTERS - 1, (int(torch.randint(1, 6, (), generator=generator)),), generator=generator)
         letters = steps.cumsum(0) % (LETTERS - 1) + 1
         frames = sounds[letters].repeat_interleave(4, 0)
         utterances.append((frames + 0.1 * torch.randn(frames.shape, generator=generator), letters))
@@ -83,9 +81,7 @@ def test_ctc_with_convolutions_and_gru():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     plan = quiet_plan(data, steps=18, batch_size=16)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=plan.steps + 1)
-    training = Training(
-        model, ctc_losses, optimizer, data, plan, clip_norm=1.0, scheduler=schedule, collate=collate
-    )
+    training = Training(model, ctc_losses, optimizer, data, plan, clip_norm=1.0, scheduler=schedule, collate=collate)
     errors = []
     for step in training:
         if step % 6 == 0:

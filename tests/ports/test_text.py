@@ -21,9 +21,7 @@ def some_texts(examples=64, length=8):
     """Each word is the last one plus a step that a text keeps: easy to go on with."""
     generator = torch.Generator().manual_seed(0)
     first = torch.randint(0, WORDS, (examples, 1), generator=generator)
-    return (
-        first + torch.randint(1, 3, (examples, 1), generator=generator) * torch.arange(length + 1)
-    ) % WORDS
+    return (first + torch.randint(1, 3, (examples, 1), generator=generator) * torch.arange(length + 1)) % WORDS
 
 
 def next_words(texts):
@@ -123,16 +121,12 @@ def train_nanogpt(model, prepare=lambda model: model):
     steps, warm_up, highest, lowest = 24, 4, 3e-2, 3e-3
     before = mean_loss(model, text_losses, validation)
     assert_first_sum_is_autograds(copy.deepcopy(model).eval(), text_losses, data)
-    assert_first_sum_is_autograds(
-        copy.deepcopy(model).eval(), text_losses, data, examples=8
-    )  # as many as positions
+    assert_first_sum_is_autograds(copy.deepcopy(model).eval(), text_losses, data, examples=8)  # as many as positions
 
     def rate(step):
         if step < warm_up:
             return highest * (step + 1) / (warm_up + 1)
-        return lowest + 0.5 * (1 + math.cos(math.pi * (step - warm_up) / (steps - warm_up))) * (
-            highest - lowest
-        )
+        return lowest + 0.5 * (1 + math.cos(math.pi * (step - warm_up) / (steps - warm_up))) * (highest - lowest)
 
     optimizer = model.configure_optimizers(0.1, highest, (0.9, 0.95))
     for group in optimizer.param_groups:

@@ -97,15 +97,7 @@ def test_bert_classifier():
     plan = quiet_plan(data, steps=12, batch_size=24)
     schedule = transformers.get_linear_schedule_with_warmup(optimizer, 2, plan.steps)
     training = Training(
-        model,
-        losses,
-        optimizer,
-        data,
-        plan,
-        clip_norm=1.0,
-        scheduler=schedule,
-        collate=collate,
-        micro_batch=12,
+        model, losses, optimizer, data, plan, clip_norm=1.0, scheduler=schedule, collate=collate, micro_batch=12
     )
     for step in training:
         if step % 4 == 0:
@@ -171,9 +163,7 @@ def test_time_first_transformer_is_refused_with_the_way_out():
     model, data = TimeFirstTransformer(), labeled_texts(48)
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises((RuntimeError, ValueError), match="batch_first=True, or transpose"):
-        Training(
-            model, label_losses, optimizer, data, quiet_plan(data), clip_norm=1.0, collate=padded
-        ).advance()
+        Training(model, label_losses, optimizer, data, quiet_plan(data), clip_norm=1.0, collate=padded).advance()
 
 
 # --- recurrent networks -----------------------------------------------------------------------------------

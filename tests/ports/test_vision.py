@@ -188,9 +188,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.norm1, self.attn = nn.LayerNorm(dim), Attention(dim, heads, dropout)
         self.norm2 = nn.LayerNorm(dim)
-        self.mlp = nn.Sequential(
-            nn.Linear(dim, 2 * dim), nn.GELU(), nn.Dropout(dropout), nn.Linear(2 * dim, dim)
-        )
+        self.mlp = nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Dropout(dropout), nn.Linear(2 * dim, dim))
 
     def forward(self, x):
         x = x + self.attn(self.norm1(x))
@@ -228,9 +226,7 @@ def test_vit_with_a_bare_class_token_and_positions():
     torch.manual_seed(0)
     data, model = toy_images(), ViT()
     optimizer = torch.optim.AdamW(without_decay(model), lr=1e-2)
-    warm_up = LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / 3) * 0.5 * (1 + math.cos(math.pi * step / 16))
-    )
+    warm_up = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3) * 0.5 * (1 + math.cos(math.pi * step / 16)))
 
     def losses(model, batch):
         images, labels = batch

@@ -63,8 +63,7 @@ def _estimate(losses: _Losses, rounds: int, delta: float, interval: float) -> fl
     rest = losses.values - below * interval
     share = np.expm1(rest) / (np.expm1(rest) - np.expm1(rest - interval))
     grid = _Losses(
-        np.concatenate([below, below + 1]),
-        np.concatenate([losses.masses * (1 - share), losses.masses * share]),
+        np.concatenate([below, below + 1]), np.concatenate([losses.masses * (1 - share), losses.masses * share])
     )
     low, high = (math.floor(bound) for bound in _bounds(grid, rounds, delta))
     size = fft.next_fast_len(high - low + 2, real=True)

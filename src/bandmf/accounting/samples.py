@@ -55,9 +55,7 @@ def generator(seed: int, stream: int, chunk: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(stream, chunk))))
 
 
-def sample_sums(
-    draw: Draw, count: int, width: int, seed: int, stream: int, workers: int | None = None
-) -> Sums:
+def sample_sums(draw: Draw, count: int, width: int, seed: int, stream: int, workers: int | None = None) -> Sums:
     """The sums of `count` samples, in chunks of rows of `width` numbers.
 
     Guarantees: the same for any number of workers. Threads suffice: NumPy computes without the interpreter.

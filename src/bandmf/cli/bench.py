@@ -23,15 +23,10 @@ def noise(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     outputs.check({"plot": plot})
-    parameters, device = (
-        _check.whole("parameters", parameters),
-        _check.choice("device", device, ("cpu", "cuda")),
-    )
+    parameters, device = (_check.whole("parameters", parameters), _check.choice("device", device, ("cpu", "cuda")))
     if device == "cuda":
         if importlib.util.find_spec("torch") is None:
-            raise ValueError(
-                "torch is missing: on a GPU this benchmark needs it; pip install 'bandmf[torch]'"
-            )
+            raise ValueError("torch is missing: on a GPU this benchmark needs it; pip install 'bandmf[torch]'")
         import torch
 
         if not torch.cuda.is_available():
@@ -46,9 +41,7 @@ def noise(
 
         curves: dict[str, list[tuple[int, float, float]]] = {}
         for row in rows:
-            curves.setdefault(row["what"], []).append(
-                (row["bands"], row["milliseconds"], row["peak_vectors"])
-            )
+            curves.setdefault(row["what"], []).append((row["bands"], row["milliseconds"], row["peak_vectors"]))
         plots.save(plots.noise_costs(curves, f"Noise for {parameters:,} numbers on {device}"), plot)
     if json:
         show.print_json({"parameters": parameters, "device": device, "rows": rows})

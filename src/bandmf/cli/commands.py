@@ -26,30 +26,20 @@ COMMANDS = {
         "bandmf.cli.plan", "plan", "Plan private training: the mechanism of least noise for a privacy budget."
     ),
     "compare": Entry(
-        "bandmf.cli.compare",
-        "compare_command",
-        "Compare every mechanism's error at the same privacy budget.",
+        "bandmf.cli.compare", "compare_command", "Compare every mechanism's error at the same privacy budget."
     ),
-    "train": Entry(
-        "bandmf.cli.train", "train", "Train DP-SGD and BandMF on real images at the same privacy budget."
-    ),
+    "train": Entry("bandmf.cli.train", "train", "Train DP-SGD and BandMF on real images at the same privacy budget."),
     "optimize": Entry(
         "bandmf.cli.optimize",
         "optimize",
         "Find the best noise-correlation strategy (with --family banded or dense, prove how good it is).",
     ),
-    "reproduce": Entry(
-        "bandmf.cli.reproduce", "reproduce", "Compute the paper's figures, tables and claims again."
-    ),
-    "web": Entry(
-        "bandmf.cli.web", "web", "Open a page to plan with: sliders, charts, and the plan to download."
-    ),
+    "reproduce": Entry("bandmf.cli.reproduce", "reproduce", "Compute the paper's figures, tables and claims again."),
+    "web": Entry("bandmf.cli.web", "web", "Open a page to plan with: sliders, charts, and the plan to download."),
 }
 BENCHMARKS = {
     "noise": Entry(
-        "bandmf.cli.bench",
-        "noise",
-        "Time and memory of correlated noise against independent noise and other code.",
+        "bandmf.cli.bench", "noise", "Time and memory of correlated noise against independent noise and other code."
     )
 }
 _BOXES_FIT = 80  # columns; with fewer, help in boxes is cut off, and plain help is not
@@ -86,9 +76,7 @@ def options(arguments: Sequence[str]) -> list[str]:
     entry = table.get(names[0]) if names else None
     if entry is None:
         return []
-    return [
-        each.name for each in _load(names[0], entry).params if each.name and each.opts[0].startswith("--")
-    ]
+    return [each.name for each in _load(names[0], entry).params if each.name and each.opts[0].startswith("--")]
 
 
 def _group(table: dict[str, Entry]) -> type[TyperGroup]:

@@ -45,9 +45,7 @@ def compare_command(
     pictures = {"plot": plot, "plot_map": plot_map, "plot_memory": plot_memory}
     if mechanisms:
         given = {"steps": steps, "epochs": epochs, "delta": delta, **pictures}
-        show.refuse_options(
-            {name: value for name, value in given.items() if value is not None}, "with --mechanisms"
-        )
+        show.refuse_options({name: value for name, value in given.items() if value is not None}, "with --mechanisms")
         _print_properties(json)
         return
     if steps is None or epochs is None or delta is None:
@@ -68,9 +66,7 @@ def compare_command(
         show.print_json({"mechanisms": [row._asdict() for row in table]})
     else:
         _print(table, _title(steps, epochs, epsilon, delta))
-        show.say(
-            "The noise of rows in bins is estimated; bandmf plan certifies it, 0.3 to 1.1 percent higher."
-        )
+        show.say("The noise of rows in bins is estimated; bandmf plan certifies it, 0.3 to 1.1 percent higher.")
 
 
 def _title(steps: int, epochs: int, epsilon: float, delta: float) -> str:
@@ -83,9 +79,7 @@ def _print_properties(as_json: bool) -> None:
     if as_json:
         show.print_json(found)
         return
-    rows = [
-        (row["mechanism"], *(number(row[name]) for name in _PROPERTIES.values())) for row in found["rows"]
-    ]
+    rows = [(row["mechanism"], *(number(row[name]) for name in _PROPERTIES.values())) for row in found["rows"]]
     show.print_table(f"Mechanisms, measured on {found['date']}", ("mechanism", *_PROPERTIES), rows)
     grid = {name: show.listed(found["grid"][name]) for name in ("steps", "epochs", "epsilon")}
     show.say(

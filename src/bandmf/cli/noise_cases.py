@@ -84,11 +84,7 @@ def bandmf_jax(bands: int, size: int, device: str, kernels: str | None = None) -
     from bandmf.strategies import BandedToeplitz
 
     engine = Engine(BandedToeplitz(coefficients(bands), 100_000), kernels=kernels)
-    return _jax_step(
-        lambda gradient, state: engine.add(state, gradient, SCALE),
-        jnp.zeros(size),
-        engine.init((size,)),
-    )
+    return _jax_step(lambda gradient, state: engine.add(state, gradient, SCALE), jnp.zeros(size), engine.init((size,)))
 
 
 def torch_roll(bands: int, size: int, device: str) -> Step:
@@ -151,9 +147,7 @@ CASES: dict[str, tuple[Callable[[int, int, str], Step], str]] = {
 def available(device: str) -> list[str]:
     """The cases that can run here; on a GPU only those written in torch."""
     names = [
-        name
-        for name, (_, needs) in CASES.items()
-        if name == INDEPENDENT or importlib.util.find_spec(needs) is not None
+        name for name, (_, needs) in CASES.items() if name == INDEPENDENT or importlib.util.find_spec(needs) is not None
     ]
     return names if device == "cpu" else [name for name in names if CASES[name][1] == "torch"]
 

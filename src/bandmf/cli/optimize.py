@@ -63,20 +63,14 @@ class Normalize(StrEnum):
 
 def optimize(
     steps: Annotated[int, typer.Option(help="Training steps n.")],
-    bands: Annotated[
-        int | None, typer.Option(help="Bands b of the strategy.", show_default="16; dense: all")
-    ] = None,
-    family: Annotated[
-        Family | None, typer.Option(help="Strategies to search.", show_default="toeplitz")
-    ] = None,
+    bands: Annotated[int | None, typer.Option(help="Bands b of the strategy.", show_default="16; dense: all")] = None,
+    family: Annotated[Family | None, typer.Option(help="Strategies to search.", show_default="toeplitz")] = None,
     epochs: Annotated[int, typer.Option(help="Participations of each example, evenly spaced.")] = 1,
     momentum: Annotated[float, typer.Option(help="Measure the error on SGD with this momentum.")] = 0.0,
     schedule: Annotated[str, typer.Option(help="Learning rates: constant, cooldown or cosine.")] = "constant",
     objective: Annotated[str | None, typer.Option(help="mean, max or last.", show_default="mean")] = None,
     normalize: Annotated[Normalize | None, typer.Option(help="Unit columns (Toeplitz families).")] = None,
-    gap: Annotated[
-        float | None, typer.Option(help="Stop when proved this close to the best (banded, dense).")
-    ] = None,
+    gap: Annotated[float | None, typer.Option(help="Stop when proved this close to the best (banded, dense).")] = None,
     load: Annotated[Path | None, typer.Option(help="Show this strategy file instead of searching.")] = None,
     save: Annotated[Path | None, typer.Option(help="Write the strategy to this file (.npz).")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a figure (.png, .svg, .pdf).")] = None,
@@ -84,9 +78,7 @@ def optimize(
 ) -> None:
     outputs.check({"plot": plot}, {"save": None if save is None else file_name(save)})
     if plot is not None and steps > _PLOTTABLE:
-        raise ValueError(
-            f"steps={steps}: per-step errors are drawn for at most {_PLOTTABLE:,} steps; leave out --plot"
-        )
+        raise ValueError(f"steps={steps}: per-step errors are drawn for at most {_PLOTTABLE:,} steps; leave out --plot")
     workload = arguments.workload(steps, momentum, schedule)
     participation = FixedEpochs(epochs) if epochs != 1 else None
     choices = {"bands": bands, "objective": objective, "normalize": normalize, "gap": gap}
@@ -114,10 +106,7 @@ def optimize(
         show.print_json(result)
     else:
         more = ", ..." if result.pop(_LEFT_OUT) else ""
-        shown = {
-            _NAMES.get(name, name.replace("_", " ")): _text(name, value, more)
-            for name, value in result.items()
-        }
+        shown = {_NAMES.get(name, name.replace("_", " ")): _text(name, value, more) for name, value in result.items()}
         show.print_pairs("Strategy", shown)
 
 
@@ -130,9 +119,7 @@ def _solve(
     watch: Watcher,
 ) -> Solution:
     """Run the optimizer of this family; what it cannot honor is refused, by it or here."""
-    show.refuse_options(
-        {name: given[name] for name in given if name not in _OPTIONS[family]}, f"for {family.value}"
-    )
+    show.refuse_options({name: given[name] for name in given if name not in _OPTIONS[family]}, f"for {family.value}")
     options: dict[str, Any] = {
         "objective": given.get("objective", "mean"),
         "workload": workload,
@@ -149,9 +136,7 @@ def _solve(
             return optimizers.horizon(steps, bands, **options)
         case Family.inverse_plus_constant:
             if normalize is Normalize.after:
-                raise ValueError(
-                    "normalize=after: this family is normalized inside the search; use optimized or no"
-                )
+                raise ValueError("normalize=after: this family is normalized inside the search; use optimized or no")
             normalized = normalize is Normalize.optimized
             return optimizers.inverse_plus_constant(steps, bands, normalize_columns=normalized, **options)
         case Family.toeplitz:
@@ -160,10 +145,7 @@ def _solve(
 
 
 def _describe(
-    strategy: strategies.Strategy,
-    workload: Workload,
-    participation: Participation | None,
-    solution: Solution | None,
+    strategy: strategies.Strategy, workload: Workload, participation: Participation | None, solution: Solution | None
 ) -> dict[str, object]:
     measured: dict[str, Any] = {"workload": workload, "participation": participation}
     result: dict[str, object] = {

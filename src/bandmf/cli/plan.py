@@ -33,8 +33,7 @@ def plan(
     memory: Annotated[str | None, typer.Option(help="Memory for noise on each device, e.g. 1GB.")] = None,
     devices: Annotated[int, typer.Option(help="Devices that share the noise.")] = 1,
     device: Annotated[
-        str | None,
-        typer.Option(help="cpu or cuda: where the noise will run.", show_default="the larger"),
+        str | None, typer.Option(help="cpu or cuda: where the noise will run.", show_default="the larger")
     ] = None,
     bands: Annotated[int | None, typer.Option(help="Fix the bands instead of choosing them.")] = None,
     momentum: Annotated[float, typer.Option(help="Optimize for SGD with this momentum.")] = 0.0,
@@ -42,22 +41,15 @@ def plan(
     adjacency: Annotated[str, typer.Option(help="add-remove, zero-out or replace.")] = "add-remove",
     noise_multiplier: Annotated[float | None, typer.Option(help="Fix sigma instead of epsilon.")] = None,
     max_participations: Annotated[
-        int | None,
-        typer.Option(help="Plan without amplification: most participations per user (with --separation)."),
+        int | None, typer.Option(help="Plan without amplification: most participations per user (with --separation).")
     ] = None,
-    separation: Annotated[
-        int | None, typer.Option(help="Fewest steps between two participations of a user.")
-    ] = None,
+    separation: Annotated[int | None, typer.Option(help="Fewest steps between two participations of a user.")] = None,
     sampling: Annotated[
         str, typer.Option(help="auto, cyclic-poisson (the paper's), balls-in-bins or b-min-sep.")
     ] = "auto",
     mechanism: Annotated[str, typer.Option(help="auto, banded, banded-inverse or blt.")] = "auto",
-    inverse_bands: Annotated[
-        int | None, typer.Option(help="Bands of a banded inverse.", show_default="16")
-    ] = None,
-    certify_seconds: Annotated[
-        float, typer.Option(help="Time to certify balls-in-bins or b-min-sep.")
-    ] = 30.0,
+    inverse_bands: Annotated[int | None, typer.Option(help="Bands of a banded inverse.", show_default="16")] = None,
+    certify_seconds: Annotated[float, typer.Option(help="Time to certify balls-in-bins or b-min-sep.")] = 30.0,
     explain: Annotated[bool, typer.Option("--explain", help="Say in words what is guaranteed.")] = False,
     save: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw error against bands (.png, .svg, .pdf).")] = None,

@@ -21,13 +21,12 @@ _COLORS = {"holds": "green", "holds with a remark": "yellow", "does not hold": "
 
 def reproduce(
     names: Annotated[
-        list[str] | None,
-        typer.Argument(help="Experiments, or all; none lists them.", metavar="[NAME...|all]"),
+        list[str] | None, typer.Argument(help="Experiments, or all; none lists them.", metavar="[NAME...|all]")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes, in a minute.")] = False,
-    out: Annotated[
-        Path, typer.Option(help="Folder for CSV files and pictures; the page is written beside it.")
-    ] = Path("reproduction"),
+    out: Annotated[Path, typer.Option(help="Folder for CSV files and pictures; the page is written beside it.")] = Path(
+        "reproduction"
+    ),
     fresh: Annotated[bool, typer.Option("--fresh", help="Compute again what is cached.")] = False,
     jobs: Annotated[int, typer.Option(help="Processes at a time; -1: one for each core.")] = -1,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -77,9 +76,7 @@ def _find(names: tuple[str, ...], everything: bool) -> list[Experiment]:
     return found
 
 
-def _run(
-    experiments: list[Experiment], out: Path, quick: bool, fresh: bool, jobs: int
-) -> dict[str, float | None]:
+def _run(experiments: list[Experiment], out: Path, quick: bool, fresh: bool, jobs: int) -> dict[str, float | None]:
     """Seconds of each experiment; None where nothing had to be computed."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     seconds: dict[str, float | None] = {}

@@ -106,9 +106,7 @@ def print_table(
         _print_rows(title, columns, rows, text, styles or {})
         return
     most = [max(map(len, (name, *some))) for name, some in zip(columns, entries, strict=True)]
-    table = Table(
-        title=title or None, title_justify="left", box=None, padding=(0, _GAP, 0, 0), pad_edge=False
-    )
+    table = Table(title=title or None, title_justify="left", box=None, padding=(0, _GAP, 0, 0), pad_edge=False)
     for place, (name, width) in enumerate(zip(columns, _widths(least, most, room), strict=True)):
         left = place == 0 or name in text
         table.add_column(name, justify="left" if left else "right", width=width)
@@ -138,11 +136,7 @@ def _widths(least: list[int], most: list[int], room: int) -> list[int]:
 
 
 def _print_rows(
-    title: str,
-    columns: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    text: Collection[str],
-    styles: dict[str, str],
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], text: Collection[str], styles: dict[str, str]
 ) -> None:
     if title:
         console.print(Text(title, style="italic"))

@@ -39,10 +39,7 @@ class Usual(NamedTuple):
     rates: str
 
 
-_USUAL = {
-    "digits": Usual(16, 2, 5, 1e-4, "0.0625,0.125,0.25,0.5"),
-    "Fashion-MNIST": Usual(256, 0.75, 3, 1e-5, "0.5,1"),
-}
+_USUAL = {"digits": Usual(16, 2, 5, 1e-4, "0.0625,0.125,0.25,0.5"), "Fashion-MNIST": Usual(256, 0.75, 3, 1e-5, "0.5,1")}
 
 
 def train(
@@ -57,8 +54,7 @@ def train(
         int | None, typer.Option(help="Runs of each mechanism, each from a different initialization.")
     ] = None,
     learning_rates: Annotated[
-        str | None,
-        typer.Option(help="Comma-separated rates; each mechanism uses its best on held-out images."),
+        str | None, typer.Option(help="Comma-separated rates; each mechanism uses its best on held-out images.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw accuracy against step.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -84,10 +80,7 @@ def train(
     rates = _rates(learning_rates or usual.rates)
     with show.status("planning"):
         plans = _plans(setting)
-    results = {
-        name: _tune_and_run(tuning, images, plan, name, rates, seeds, clip_norm)
-        for name, plan in plans.items()
-    }
+    results = {name: _tune_and_run(tuning, images, plan, name, rates, seeds, clip_norm) for name, plan in plans.items()}
     if plot is not None:
         curves = {name: [(h.steps, h.accuracies) for h in runs] for name, (_, runs) in results.items()}
         title = f"{images.name}, epsilon={epsilon:g}, delta={number(setting['delta'])}"
@@ -130,10 +123,7 @@ def _announce(text: str) -> None:
 
 def _plans(setting: dict[str, Any]) -> dict[str, Plan]:
     """DP-SGD, the paper's BandMF, and balls-in-bins where there is a whole epoch to put in bins."""
-    plans = {
-        "DP-SGD": make_plan(**setting, bands=1),
-        "BandMF": make_plan(**setting, sampling="cyclic-poisson"),
-    }
+    plans = {"DP-SGD": make_plan(**setting, bands=1), "BandMF": make_plan(**setting, sampling="cyclic-poisson")}
     if setting["epochs"] > 0.99:
         binned = make_plan(**setting, sampling="balls-in-bins")
         plans[IN_BINS[binned.mechanism]] = binned
@@ -144,9 +134,7 @@ def _rates(text: str) -> list[float]:
     try:
         return [_check.real("learning_rates", float(rate), 0, open_low=True) for rate in text.split(",")]
     except ValueError:
-        raise ValueError(
-            f"learning_rates={text!r}: must be numbers above zero, separated by commas"
-        ) from None
+        raise ValueError(f"learning_rates={text!r}: must be numbers above zero, separated by commas") from None
 
 
 def _tune_and_run(
@@ -232,14 +220,9 @@ def _report(
         show.print_json({"data": data, "images": images, "epsilon_covers": COVERS, "runs": rows})
         return
     plan = plans["BandMF"]
-    title = (
-        f"{data}: {plan.steps:,} steps of {plan.batch_size:g}, epsilon={plan.epsilon:g}, "
-        f"delta={number(plan.delta)}"
-    )
+    title = f"{data}: {plan.steps:,} steps of {plan.batch_size:g}, epsilon={plan.epsilon:g}, delta={number(plan.delta)}"
     percents = ("accuracy", "lowest", "highest")
-    shown = [
-        [f"{value:.1%}" if name in percents else number(value) for name, value in row.items()] for row in rows
-    ]
+    shown = [[f"{value:.1%}" if name in percents else number(value) for name, value in row.items()] for row in rows]
     show.print_table(title, tuple(rows[0]), shown)
     show.say("Images: " + ", ".join(f"{count:,} {name}" for name, count in split.items()) + ".")
     show.say(COVERS)

@@ -18,8 +18,4 @@ def web(
     ] = None,
     browser: Annotated[bool, typer.Option(help="Open the page in the browser.")] = True,
 ) -> None:
-    server.serve(
-        port,
-        browser,
-        lambda address: show.console.print(f"{address}  (Ctrl-C ends it)", highlight=False),
-    )
+    server.serve(port, browser, lambda address: show.console.print(f"{address}  (Ctrl-C ends it)", highlight=False))

@@ -19,21 +19,9 @@ NAMES = ("auto", "fashion-mnist", "digits")
 _ADDRESS = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion"
 # Images and labels to train on, then to test on: name, bytes and SHA-256 of the published files.
 _PUBLISHED = (
-    (
-        "train-images-idx3-ubyte.gz",
-        26_421_880,
-        "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
-    ),
-    (
-        "train-labels-idx1-ubyte.gz",
-        29_515,
-        "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
-    ),
-    (
-        "t10k-images-idx3-ubyte.gz",
-        4_422_102,
-        "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
-    ),
+    ("train-images-idx3-ubyte.gz", 26_421_880, "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84"),
+    ("train-labels-idx1-ubyte.gz", 29_515, "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845"),
+    ("t10k-images-idx3-ubyte.gz", 4_422_102, "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073"),
     ("t10k-labels-idx1-ubyte.gz", 5_148, "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5"),
 )
 _FILES = tuple(File(name, f"{_ADDRESS}/{name}", size, digest) for name, size, digest in _PUBLISHED)
@@ -83,14 +71,10 @@ def load(
         return fashion_mnist(Path(folder))
     if name != "digits" and download:
         try:
-            return fashion_mnist(
-                downloads.fetched("Fashion-MNIST", "fashion-mnist", _FILES, announce, progress)
-            )
+            return fashion_mnist(downloads.fetched("Fashion-MNIST", "fashion-mnist", _FILES, announce, progress))
         except OSError as error:
             if name == "fashion-mnist":
-                raise OSError(
-                    f"{error}; give the folder with its four files (--data), or take the digits"
-                ) from None
+                raise OSError(f"{error}; give the folder with its four files (--data), or take the digits") from None
             announce(f"{error}; taking scikit-learn's digits instead")
     return digits()
 

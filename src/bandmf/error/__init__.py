@@ -56,10 +56,7 @@ def _per_step_error(strategy: Strategy, workload: Workload) -> FloatArray:
     closed = closed_form(strategy, workload)
     if closed is not None:
         return closed.per_step()
-    if (
-        isinstance(strategy, BandedToeplitz)
-        and _LARGEST_JOINT_STATE < strategy.bands <= strategy.steps <= _MOST_ROWS
-    ):
+    if isinstance(strategy, BandedToeplitz) and _LARGEST_JOINT_STATE < strategy.bands <= strategy.steps <= _MOST_ROWS:
         return per_step_error_by_response(strategy, workload.operator)
     operator = workload.operator @ strategy.inverse()
     by_state = operator.matrices is not None and operator.buffers <= _LARGEST_JOINT_STATE
@@ -94,9 +91,7 @@ def _aggregate(
     workload = workload_for(strategy.steps, workload)
     with np.errstate(over="ignore", invalid="ignore"):
         closed = closed_form(strategy, workload)
-        value = float(
-            of_steps(per_step_error(strategy, workload=workload)) if closed is None else of_closed(closed)
-        )
+        value = float(of_steps(per_step_error(strategy, workload=workload)) if closed is None else of_closed(closed))
     return float(_finite(np.array([value]))[0])
 
 
@@ -110,9 +105,7 @@ def _finite(errors: FloatArray) -> FloatArray:
     return errors
 
 
-def rmse(
-    strategy: Strategy, *, workload: Workload | None = None, participation: Participation | None = None
-) -> float:
+def rmse(strategy: Strategy, *, workload: Workload | None = None, participation: Participation | None = None) -> float:
     """Sensitivity times root mean squared error, without sigma.
 
     >>> from bandmf.strategies import Identity
@@ -150,9 +143,7 @@ def per_step_error_by_response(strategy: BandedToeplitz, workload: StreamingOper
     errors = np.zeros(n)
     for start in range(0, n, _COLUMNS):
         columns = np.zeros((n, min(_COLUMNS, n - start)))
-        columns[start:] = norms[start:, None] * linalg.toeplitz(
-            response[: n - start], np.zeros(columns.shape[1])
-        )
+        columns[start:] = norms[start:, None] * linalg.toeplitz(response[: n - start], np.zeros(columns.shape[1]))
         errors += [float(row @ row) for row in workload.apply(columns)]
     return errors
 

@@ -32,9 +32,7 @@ class ToeplitzError:
     otherwise as many as make it exact.
     """
 
-    def __init__(
-        self, theta: FloatArray, workload: Workload, normalize: bool, terms: int | None = None
-    ) -> None:
+    def __init__(self, theta: FloatArray, workload: Workload, normalize: bool, terms: int | None = None) -> None:
         self.workload, self.normalize, self.scaled = workload, normalize and len(theta) > 1, normalize
         self.scale = float(np.linalg.norm(theta)) if normalize else 1.0
         self.theta = theta / self.scale

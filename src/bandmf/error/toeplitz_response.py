@@ -148,9 +148,7 @@ def inverse_peak(theta: FloatArray, steps: int) -> float:
     return float(np.nan_to_num(series, nan=np.inf).max() / series[0])
 
 
-def chain_to_theta(
-    result: Response, theta: FloatArray, head_gradient: FloatArray, limit_gradient: float
-) -> FloatArray:
+def chain_to_theta(result: Response, theta: FloatArray, head_gradient: FloatArray, limit_gradient: float) -> FloatArray:
     """dE/dtheta from dE/dw and dE/dx, by one adjoint filter and b dot products: O(m) memory.
 
     u solves C(theta)' u = dE/dw, and dE/dtheta_j = -sum_i u_{i+j} w_i.
@@ -167,8 +165,7 @@ def correlate(later: FloatArray, earlier: FloatArray) -> FloatArray:
         return _correlate_by_fft(later, earlier, extra)
     pieces = range(0, len(earlier), _PIECE)
     return np.sum(
-        [np.correlate(later[i : i + _PIECE + extra], earlier[i : i + _PIECE], "valid") for i in pieces],
-        axis=0,
+        [np.correlate(later[i : i + _PIECE + extra], earlier[i : i + _PIECE], "valid") for i in pieces], axis=0
     )
 
 

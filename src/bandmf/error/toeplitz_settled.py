@@ -116,20 +116,13 @@ class SettledToeplitz:
         """Whether e has died out by the end, every mode of it, and nothing is lost to rounding."""
         if not math.isfinite(self.squares) or inverse_peak(self.theta, self.steps) > MOST_PEAK:
             return False
-        grown = np.exp(
-            _SETTLED / self.steps * self._lags
-        )  # still stable: every mode shrinks by exp(-_SETTLED)
+        grown = np.exp(_SETTLED / self.steps * self._lags)  # still stable: every mode shrinks by exp(-_SETTLED)
         return math.isfinite(inverse_energy(self.theta * grown))
 
     def mean(self) -> float:
         """The mean squared error."""
         n, x = self.steps, self.limit
-        return (
-            x * x * (n + 1) / 2
-            + 2 * x * (self.total - self.aged_total / n)
-            + self.squares
-            - self.aged_squares / n
-        )
+        return x * x * (n + 1) / 2 + 2 * x * (self.total - self.aged_total / n) + self.squares - self.aged_squares / n
 
     def last(self) -> float:
         """The squared error of the last step, which is the largest."""
@@ -140,9 +133,7 @@ class SettledToeplitz:
         n, x, lags = self.steps, self.limit, self._lags
         d_x = -x * x  # for every coefficient alike
         d_total = (lags - 2 * self.first * x) * x * x
-        d_squares = (
-            self._energy_gradient(self._energy, np.ones_like(self.theta)) * x * x - 2 * self.squares * x
-        )
+        d_squares = self._energy_gradient(self._energy, np.ones_like(self.theta)) * x * x - 2 * self.squares * x
         if largest:
             return 2 * n * x * d_x + 2 * d_x * self.total + 2 * x * d_total + d_squares
         d_aged = (lags * (lags - 1) / 2 * self.sum + self.second - 2 * self.first * lags) * x**3

@@ -34,14 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from bandmf import _check
-from bandmf.ledger.checks import (
-    REVEALS,
-    ReleasedOtherwiseError,
-    check_place,
-    check_process,
-    expect_same,
-    one_at_a_time,
-)
+from bandmf.ledger.checks import REVEALS, ReleasedOtherwiseError, check_place, check_process, expect_same, one_at_a_time
 from bandmf.ledger.file import LockedLines, Place
 from bandmf.randomness.key import Key
 
@@ -270,9 +263,7 @@ class Ledger:
     def _check_step(self, step: int) -> None:
         _check.whole("step", step, 0, self._steps - 1, remedy=f"the plan ends after steps={self._steps}")
         if step > self.steps_released:
-            raise _check.fail(
-                "step", step, f"must be at most {self.steps_released}: steps are released in order"
-            )
+            raise _check.fail("step", step, f"must be at most {self.steps_released}: steps are released in order")
 
     def _release(self, step: int, batch: bytes, total: bytes) -> str:
         found = self._digest(batch, step, b"batch") + self._digest(total, step, b"sum")

@@ -44,9 +44,7 @@ def prepare(folder: Path, draft: Path) -> None:
     make_private_folder(draft)
 
 
-def add_seal(
-    draft: Path, names: list[str], step: int, ledger: Ledger | None, key: Key, processes: Processes
-) -> None:
+def add_seal(draft: Path, names: list[str], step: int, ledger: Ledger | None, key: Key, processes: Processes) -> None:
     """Seal a checkpoint whose files are complete. Each process digests a share of them; the first has the ledger."""
     shares = processes.gather(seal.digests(draft, names[processes.rank :: processes.world], key))
     files = {name: digest for share in shares for name, digest in share.items()}

@@ -83,8 +83,5 @@ def expect_same(recorded: dict[str, Any], given: dict[str, Any], path: Any) -> N
     for name in sorted(recorded.keys() | given.keys(), key=lambda name: (name not in _REMEDY, name)):
         if recorded.get(name) != given.get(name):
             raise _check.fail(
-                name,
-                given.get(name),
-                f"the run in {path} began with {recorded.get(name)!r}",
-                _REMEDY.get(name, ""),
+                name, given.get(name), f"the run in {path} began with {recorded.get(name)!r}", _REMEDY.get(name, "")
             )

@@ -56,9 +56,7 @@ class LockedLines:
         self._file = os.open(self.path, os.O_RDWR | os.O_APPEND)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            mine = os.path.samestat(
-                os.fstat(self._file), os.stat(self.path)
-            )  # it may have been replaced meanwhile
+            mine = os.path.samestat(os.fstat(self._file), os.stat(self.path))  # it may have been replaced meanwhile
         except BlockingIOError:
             mine = False
         if not mine:

@@ -80,9 +80,7 @@ class Opened:
         return self.ledger.steps_released
 
 
-def provenance(
-    plan: Plan, key: Key, batches: Sampler, *, clip_norm: float, per_layer: bool
-) -> dict[str, Any]:
+def provenance(plan: Plan, key: Key, batches: Sampler, *, clip_norm: float, per_layer: bool) -> dict[str, Any]:
     """What must stay the same as long as a run goes on."""
     return {
         "plan": plan.digest, "steps": plan.steps, "key": key.fingerprint, "clip_norm": clip_norm,
@@ -101,12 +99,7 @@ def plan_of(folder: Path | None, given: Plan) -> Plan:
         with open(folder / LEDGER, "rb") as file:
             begun = json.loads(file.readline())["plan"]
         kept = Plan.load(folder / PLAN)
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-    ):  # whatever is wrong there is told when the folder is opened
+    except (OSError, ValueError, KeyError, TypeError):  # whatever is wrong there is told when the folder is opened
         return given
     if begun == given.digest or begun != kept.digest or kept.promise != given.promise:
         return given
@@ -119,37 +112,26 @@ def _make(folder: Path) -> None:
         make_private_folder(folder)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise _check.fail(
-            "folder", str(folder), f"cannot be made ({reason})", "give another folder"
-        ) from error
+        raise _check.fail("folder", str(folder), f"cannot be made ({reason})", "give another folder") from error
 
 
 def _user_key(key: Key | None, folder: Path | None) -> Key:
     """The key in the folder, the one given, or a fresh one; refuses a folder that is not whole."""
     if key is not None and not isinstance(key, Key):  # what it is instead is not shown: it may be secret
-        raise _check.fail(
-            "key", type(key).__name__, "must be a bandmf.Key", "Key(32 secret bytes), or Key.load(file)"
-        )
+        raise _check.fail("key", type(key).__name__, "must be a bandmf.Key", "Key(32 secret bytes), or Key.load(file)")
     if folder is None:
         return Key() if key is None else key
     _refuse_remains(folder)
     if (folder / KEY).is_symlink() and not (folder / KEY).exists():
-        raise _check.fail(
-            "folder", str(folder), "its key is a link to a file that is not there", "restore that file"
-        )
+        raise _check.fail("folder", str(folder), "its key is a link to a file that is not there", "restore that file")
     if (folder / KEY).exists():
         stored = Key.load(folder / KEY)
         if key is not None and key != stored:
-            raise ValueError(
-                f"key: the run in {folder} has another key; leave key= out, or use another folder"
-            )
+            raise ValueError(f"key: the run in {folder} has another key; leave key= out, or use another folder")
         return stored
     if (folder / LEDGER).exists() and not _discard_interrupted(folder) and key is None:
         raise _check.fail(
-            "key",
-            None,
-            f"the run in {folder} has lost its key file",
-            "restore the file, or give the key as key=",
+            "key", None, f"the run in {folder} has lost its key file", "restore the file, or give the key as key="
         )
     return Key() if key is None else key
 

@@ -134,17 +134,13 @@ def step_part(
     place = program * COUNT - shift + tl.arange(0, COUNT)
     inside = (place >= 0) & (place < size)
     group = first_group + program * GROUPS
-    if (
-        BUFFERED
-    ):  # read twice, for y and for the update: with nothing between the two, the cache still holds them
+    if BUFFERED:  # read twice, for y and for the update: with nothing between the two, the cache still holds them
         z = _draw(key, group, step, tensor, CIPHER_ROUNDS, GROUPS)
     y = tl.zeros([COUNT], tl.float32)
     if AHEAD:
         y += tl.load(prepared + place, mask=inside, other=0.0)
     if FORWARD:
-        y += _read_forward(
-            prepared, history, table, stride, prepared_stride, width, reads, forward, place, inside
-        )
+        y += _read_forward(prepared, history, table, stride, prepared_stride, width, reads, forward, place, inside)
     else:
         for k in range(reads):
             slot = tl.load(table + k).to(tl.int64)
@@ -298,9 +294,7 @@ def _cos_sin(t):
     x = (t - 0.5 * quarter) * 3.141592653589793
     s = x * x
     sine = x + x * s * (-0.16666667 + s * (0.008333333 + s * (-0.0001984127 + s * 2.7557319e-06)))
-    cosine = 1.0 + s * (
-        -0.5 + s * (0.041666668 + s * (-0.0013888889 + s * (2.4801588e-05 - s * 2.755732e-07)))
-    )
+    cosine = 1.0 + s * (-0.5 + s * (0.041666668 + s * (-0.0013888889 + s * (2.4801588e-05 - s * 2.755732e-07))))
     turns = quarter.to(tl.int32) & 3
     odd = (turns & 1) == 1
     c = tl.where(odd, sine, cosine)

@@ -16,22 +16,16 @@ NORMAL = 2.0**-126, float(np.finfo(np.float32).max)  # positive numbers that flo
 def check_step(step: int, steps: int) -> None:
     """Fail past the last planned step: the privacy of the plan covers no more."""
     if step >= steps:
-        raise _check.fail(
-            "step", step, f"the plan ends after steps={steps}", "make a new plan with a new key"
-        )
+        raise _check.fail("step", step, f"the plan ends after steps={steps}", "make a new plan with a new key")
 
 
 def check_names(expected: Iterable[str], gradients: Mapping[str, Any]) -> None:
     """Fail unless there is exactly one gradient for every tensor: a missing one would get no noise."""
     expected, given = set(expected), set(gradients)
     if missing := sorted(expected - given):
-        raise ValueError(
-            f"gradients: {missing[0]!r} is missing; every tensor of the state needs its gradient"
-        )
+        raise ValueError(f"gradients: {missing[0]!r} is missing; every tensor of the state needs its gradient")
     if extra := sorted(given - expected):
-        raise ValueError(
-            f"gradients: {extra[0]!r} is unknown to the state; add it to the shapes given to init"
-        )
+        raise ValueError(f"gradients: {extra[0]!r} is unknown to the state; add it to the shapes given to init")
 
 
 def check_gradient(name: str, shape: Shape, expected: Shape, dtype: Any, before: Any, permitted: Any) -> None:
@@ -43,10 +37,7 @@ def check_gradient(name: str, shape: Shape, expected: Shape, dtype: Any, before:
         raise _check.fail(f"gradients[{name!r}].dtype", str(dtype), f"must be one of {names}")
     if before is not None and dtype != before:
         raise _check.fail(
-            f"gradients[{name!r}].dtype",
-            str(dtype),
-            f"was {before} at earlier steps",
-            "keep one dtype per run",
+            f"gradients[{name!r}].dtype", str(dtype), f"was {before} at earlier steps", "keep one dtype per run"
         )
 
 

@@ -159,9 +159,7 @@ class NumpyEngine:
         for name, shape in shapes.items():
             gradient = gradients[name]
             if not isinstance(gradient, np.ndarray) or not gradient.flags.writeable:
-                raise ValueError(
-                    f"gradients[{name!r}]: must be a writeable NumPy array; noise is added in place"
-                )
+                raise ValueError(f"gradients[{name!r}]: must be a writeable NumPy array; noise is added in place")
             checks.check_gradient(name, gradient.shape, shape, gradient.dtype, state.dtypes.get(name), DTYPES)
         for name in shapes:
             if not self._finite(gradients[name]):
@@ -186,9 +184,7 @@ class NumpyEngine:
         step = _check.whole("saved['step']", saved["step"], 0, self.schedule.steps, "steps")
         for name, vectors in state.history.items():
             if saved["history"][name].shape != vectors.shape:
-                raise _check.fail(
-                    f"saved history {name!r}", saved["history"][name].shape, f"must be {vectors.shape}"
-                )
+                raise _check.fail(f"saved history {name!r}", saved["history"][name].shape, f"must be {vectors.shape}")
         for name, vectors in state.history.items():
             vectors[...] = saved["history"][name]
         state.step, state.refreshed = step, -1
@@ -201,13 +197,7 @@ def finite(array: np.ndarray) -> bool:
 
 
 def advance(
-    source: Source,
-    step: Step,
-    tensor: int,
-    history: Float32,
-    prepared: Float32,
-    gradient: np.ndarray,
-    scale: float,
+    source: Source, step: Step, tensor: int, history: Float32, prepared: Float32, gradient: np.ndarray, scale: float
 ) -> None:
     """One step of one flat tensor, chunk by chunk, so that a chunk is read from memory once."""
     for begin, end in chunks(0, gradient.size, Source.CHUNK):

@@ -128,13 +128,7 @@ class Kernels:
         """prepared = matrix @ history, for the first `size` numbers of the rows: the look-ahead pass."""
         matrix = np.ascontiguousarray(matrix, np.float32)
         made = CPass(
-            matrix.ctypes.data,
-            history.address,
-            prepared.address,
-            *matrix.shape,
-            history.stride,
-            prepared.stride,
-            size,
+            matrix.ctypes.data, history.address, prepared.address, *matrix.shape, history.stride, prepared.stride, size
         )
         _raise(self._library.bandmf_noise_pass(ctypes.byref(made), threads, self._width))
 

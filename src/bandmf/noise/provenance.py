@@ -78,9 +78,6 @@ def global_shape(name: str, shape: Any) -> Shape:
         raise _check.fail(f"shapes[{name!r}]", shape, "must be a tuple of whole numbers") from None
     if math.prod(result) > normals.MAX_SIZE:
         raise _check.fail(
-            f"shapes[{name!r}]",
-            result,
-            f"must have at most {normals.MAX_SIZE} coordinates",
-            "split the tensor",
+            f"shapes[{name!r}]", result, f"must have at most {normals.MAX_SIZE} coordinates", "split the tensor"
         )
     return result

@@ -67,10 +67,7 @@ def best_lookahead(bands: int, inner: int | None = None) -> int:
 
 
 def vectors_held(
-    strategy: Strategy,
-    device: str | None = None,
-    max_vectors: int | None = None,
-    kept_inputs: int | None = 0,
+    strategy: Strategy, device: str | None = None, max_vectors: int | None = None, kept_inputs: int | None = 0
 ) -> int:
     """Vectors of the model's size that an engine keeps there; for None the device that keeps more.
 
@@ -118,9 +115,7 @@ class Schedule:
 
     def _kept_inputs(self, wanted: int | None, max_vectors: int | None) -> int:
         if not isinstance(self.recurrence, InputRecurrence):
-            return _check.whole(
-                "kept_inputs", 0 if wanted is None else wanted, 0, 0, "0 (only for banded C^-1)"
-            )
+            return _check.whole("kept_inputs", 0 if wanted is None else wanted, 0, 0, "0 (only for banded C^-1)")
         most, why = min(self.recurrence.bands, self.steps) - 1, "bands of C^-1, less one"
         if max_vectors is not None and max_vectors < most:
             most, why = max(0, max_vectors), f"max_vectors={max_vectors}"
@@ -173,9 +168,7 @@ class Schedule:
         """The linear form of step i, if the prepared sums hold all that was made before step `refreshed`."""
         match self.recurrence:
             case OutputRecurrence():
-                return (
-                    self._ahead(i, refreshed) if self.lookahead > 1 else self._output(i, min(i, self.slots))
-                )
+                return self._ahead(i, refreshed) if self.lookahead > 1 else self._output(i, min(i, self.slots))
             case InputRecurrence():
                 return self._input(i)
             case BufferRecurrence(scales=scales, decays=decays):

@@ -159,9 +159,7 @@ class _Search:
         max_iterations = _check.whole("max_iterations", max_iterations)
         if self.goal.name == "max":
             return self._minimax(start, DEFAULT_GAP["max"] if gap is None else gap, max_iterations)
-        proof = (
-            None if gap is None else self._proof(gap, 50 if start.size < 10**6 else 20)
-        )  # slow: ask sooner
+        proof = None if gap is None else self._proof(gap, 50 if start.size < 10**6 else 20)  # slow: ask sooner
         descent = self._descend(start, self.goal, max_iterations, proof)
         strategy, errors = self._examine(descent.x)
         return self._solution(strategy, errors, self._gap(strategy, errors), gap, descent)
@@ -202,9 +200,7 @@ class _Search:
             return total, self.pullback(x, slope)
 
         memory = 10 if x.size < 5_000_000 else 6  # each unit costs two vectors of that size
-        return descend(
-            value, x, max_iterations=max_iterations, memory=memory, watch=self.listener, proved=proof
-        )
+        return descend(value, x, max_iterations=max_iterations, memory=memory, watch=self.listener, proved=proof)
 
     def _examine(self, x: FloatArray) -> tuple[Banded, FloatArray]:
         band = self.entries(x)

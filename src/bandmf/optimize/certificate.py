@@ -81,9 +81,7 @@ def _band_of_covariance(columns: FloatArray, inverse: FloatArray, weights: Float
     return band_of_blocks(blocks, bands).reshape(-1, bands)[:n]
 
 
-def _backwards(
-    L_inverse: FloatArray, below: FloatArray, weights: FloatArray
-) -> tuple[FloatArray, FloatArray]:
+def _backwards(L_inverse: FloatArray, below: FloatArray, weights: FloatArray) -> tuple[FloatArray, FloatArray]:
     """M' p = xi: the covariance P_i of every block of p, and F_i, the regression of p_i on p_{i+1}."""
     transposed = L_inverse.swapaxes(1, 2)
     F = -transposed[:-1] @ below.swapaxes(1, 2)
@@ -93,9 +91,7 @@ def _backwards(
     return P, F
 
 
-def _forwards(
-    C_inverse: FloatArray, below: FloatArray, P: FloatArray, F: FloatArray
-) -> tuple[FloatArray, FloatArray]:
+def _forwards(C_inverse: FloatArray, below: FloatArray, P: FloatArray, F: FloatArray) -> tuple[FloatArray, FloatArray]:
     """C y = p: the covariances of y_i with itself, and of y_{i+1} with y_i.
 
     R is the regression of y_i on p_{i+1}: given p_i, what came before does not depend on what comes after.

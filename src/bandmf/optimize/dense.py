@@ -118,9 +118,7 @@ def _minimax(A: FloatArray, solve: Solver, gap: float, max_iterations: int) -> F
     return Found(best.candidate, lower, best.iterations, outcome)
 
 
-def _solution(
-    A: FloatArray, found: Found, goal: Objective, epochs: int, asked: float, clock: Clock
-) -> Solution:
+def _solution(A: FloatArray, found: Found, goal: Objective, epochs: int, asked: float, clock: Clock) -> Solution:
     # C'C = X with C lower triangular: Cholesky of X seen from the far corner.
     C = np.tril(cholesky(found.X[::-1, ::-1], lower=True).T[::-1, ::-1])
     errors = squared_errors(A, found.X)
@@ -324,9 +322,7 @@ class BandSearch:
         if self.classes.epochs > 1:
             price = np.sum(S * X, axis=1)  # d times the derivative with respect to d, but for its sign
             mean = np.empty_like(price)
-            mean[self.classes.steps] = (
-                price[self.classes.steps].sum(axis=1, keepdims=True) / self.classes.epochs
-            )
+            mean[self.classes.steps] = price[self.classes.steps].sum(axis=1, keepdims=True) / self.classes.epochs
             slope = np.append(slope, d * mean - price)
         return math.log(total), slope / total
 

@@ -122,9 +122,7 @@ def _pattern_matrix(steps: int, bands: int, separation: int, most: int) -> Float
     return Q
 
 
-def _faded(
-    steps: int, smallest: int, largest: int, watch: Watcher | None = None
-) -> tuple[FloatArray, Solution]:
+def _faded(steps: int, smallest: int, largest: int, watch: Watcher | None = None) -> tuple[FloatArray, Solution]:
     """The optimum for the largest separation, faded out from the smallest; and the optimum itself."""
     plain = banded_toeplitz(steps, largest, normalize_columns=False, watch=watch)
     theta = plain.strategy.columns(0, 1)[0].copy()

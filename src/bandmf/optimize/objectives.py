@@ -93,8 +93,7 @@ def parse(objective: str | FloatArray, steps: int) -> Objective:
     if not np.all(weights > 0):
         at = int(np.argmin(weights))
         raise ValueError(
-            f"objective[{at}]={weights[at]:g}: every weight must be positive; "
-            "give steps that hardly matter a small one"
+            f"objective[{at}]={weights[at]:g}: every weight must be positive; give steps that hardly matter a small one"
         )
     return Objective("weighted", weights / weights.sum())
 

@@ -77,11 +77,7 @@ def inverse_plus_constant(
 
 
 def lti(
-    steps: int,
-    *,
-    workload: Workload | None = None,
-    participation: Participation | None = None,
-    objective: str = "mean",
+    steps: int, *, workload: Workload | None = None, participation: Participation | None = None, objective: str = "mean"
 ) -> Solution:
     """The LTI strategy with the best damping; `objective` is "mean" or "max".
 

@@ -117,9 +117,7 @@ def text(folder: Path) -> str:
         *_made(list(made.values())),
     ]
     for name in dict.fromkeys(each.experiment.name for each in judged):
-        lines += _section(
-            folder, [each for each in judged if each.experiment.name == name], made.get(name, {})
-        )
+        lines += _section(folder, [each for each in judged if each.experiment.name == name], made.get(name, {}))
     return "\n".join(lines) + "\n"
 
 

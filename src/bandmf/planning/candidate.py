@@ -7,14 +7,7 @@ from typing import NamedTuple
 
 from bandmf import _check
 from bandmf._text import counted
-from bandmf.strategies import (
-    Banded,
-    BandedInverse,
-    BandedToeplitz,
-    BufferedToeplitz,
-    Dense,
-    Strategy,
-)
+from bandmf.strategies import Banded, BandedInverse, BandedToeplitz, BufferedToeplitz, Dense, Strategy
 
 _FAMILIES: dict[type[Strategy], str] = {
     BandedInverse: "banded-inverse",

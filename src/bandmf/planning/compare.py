@@ -35,12 +35,7 @@ class Comparison(NamedTuple):
 
 
 def compare(
-    *,
-    epsilon: float,
-    delta: float,
-    steps: int,
-    epochs: int,
-    progress: Callable[[str], None] | None = None,
+    *, epsilon: float, delta: float, steps: int, epochs: int, progress: Callable[[str], None] | None = None
 ) -> list[Comparison]:
     """All mechanisms at the same budget on the prefix workload, best first.
 
@@ -72,12 +67,7 @@ def _mechanisms(
     """(name, amplified, noise multiplier, error, strategy) of each mechanism."""
     examples = math.ceil(steps * _BATCH / epochs)
     best = plan(
-        epsilon=epsilon,
-        delta=delta,
-        examples=examples,
-        batch_size=_BATCH,
-        steps=steps,
-        sampling="cyclic-poisson",
+        epsilon=epsilon, delta=delta, examples=examples, batch_size=_BATCH, steps=steps, sampling="cyclic-poisson"
     )
     yield "BandMF", True, best.noise_multiplier, best.error, best.strategy
     for candidate in best.candidates:
@@ -128,10 +118,7 @@ def against_memory(
     more = (plan(**budget, batch_size=_BATCH, bands=bands) for bands in widths if bands not in known)
     curves = {"BandMF (cyclic Poisson)": cyclic + [(made.vectors, made.rmse) for made in more]}
     sizes: dict[str, tuple[str, list[dict[str, int]]]] = {
-        "banded-inverse": (
-            "Banded inverse in bins (2, 4, 8, 16)",
-            [{"inverse_bands": p} for p in (2, 4, 8, 16)],
-        ),
+        "banded-inverse": ("Banded inverse in bins (2, 4, 8, 16)", [{"inverse_bands": p} for p in (2, 4, 8, 16)]),
         "blt": ("BLT in bins (4 buffers)", [{}]),
         "banded": ("BandMF in bins", [{"bands": b} for b in widths]),
     }
@@ -145,9 +132,7 @@ def against_memory(
     return curves
 
 
-def unamplified_strategies(
-    steps: int, epochs: int, participation: MinSeparation
-) -> dict[str, Callable[[], Strategy]]:
+def unamplified_strategies(steps: int, epochs: int, participation: MinSeparation) -> dict[str, Callable[[], Strategy]]:
     """Mechanisms that rely on no sampling, by name."""
     separation = participation.separation
     found: dict[str, Callable[[], Strategy]] = {
@@ -164,9 +149,7 @@ def unamplified_strategies(
     }
     if epochs > 1 and steps % epochs == 0:  # of one epoch it is its own base
         found["Stamping"] = lambda: strategies.stamping(
-            optimize.banded_toeplitz(
-                separation, separation, normalize_columns=normalization(separation)
-            ).strategy,
+            optimize.banded_toeplitz(separation, separation, normalize_columns=normalization(separation)).strategy,
             epochs,
         )
     if steps <= (_DENSE if epochs == 1 else _DENSE_EPOCHS) and steps % epochs == 0:

@@ -160,8 +160,7 @@ def _error(plan: Plan) -> str:
     limit = plan.best_without_memory_limit
     if limit is not None and limit.bands != plan.bands:
         lines.append(
-            f"The memory limit costs {plan.rmse / limit.rmse - 1:.1%}: without it, {limit.bands} bands "
-            "are best."
+            f"The memory limit costs {plan.rmse / limit.rmse - 1:.1%}: without it, {limit.bands} bands are best."
         )
     if plan.choice:
         lines.append(f"Chosen: {plan.choice}.")

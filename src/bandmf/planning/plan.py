@@ -12,13 +12,7 @@ from typing import Any
 from bandmf import _check, accounting
 from bandmf.accounting.bins import Certificate as BinsCertificate
 from bandmf.accounting.bins import NotCertifiedError
-from bandmf.accounting.events import (
-    MAX_EPSILON,
-    Event,
-    cyclic_poisson,
-    one_release,
-    sampling_probability,
-)
+from bandmf.accounting.events import MAX_EPSILON, Event, cyclic_poisson, one_release, sampling_probability
 from bandmf.accounting.min_separation import Certificate as SeparationCertificate
 from bandmf.accounting.verified import CERTIFICATES, Certificate, subject, verify_once
 from bandmf.error import mean_squared_error, rmse
@@ -65,14 +59,10 @@ class Plan(Setup):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.strategy, Strategy):
-            raise _check.fail(
-                "strategy", self.strategy, "must come from bandmf.strategies or bandmf.optimize"
-            )
+            raise _check.fail("strategy", self.strategy, "must come from bandmf.strategies or bandmf.optimize")
         self.workload.require_steps(self.strategy.steps)
         self.check_bands("strategy.bands", self.bands)
-        self._keep(
-            "noise_multiplier", _check.real("noise_multiplier", self.noise_multiplier, 0, open_low=True)
-        )
+        self._keep("noise_multiplier", _check.real("noise_multiplier", self.noise_multiplier, 0, open_low=True))
         if self.epsilon != math.inf:
             self._keep("epsilon", _check.real("epsilon", self.epsilon, 0, MAX_EPSILON))
         limit = self.best_without_memory_limit
@@ -246,9 +236,7 @@ class Plan(Setup):
         if not self.amplified or self.epsilon == math.inf:
             return None
         assert self.examples is not None
-        events = cyclic_poisson(
-            self.steps, 1, self.batch_size, self.examples, self.adjacency, self.max_batch_size
-        )
+        events = cyclic_poisson(self.steps, 1, self.batch_size, self.examples, self.adjacency, self.max_batch_size)
         sigma = max(accounting.calibrated(event, self.epsilon, self.delta) for event in events)
         return sigma * rmse(Identity(self.steps), workload=self.workload)
 
@@ -309,16 +297,7 @@ class Plan(Setup):
     @property
     def promise(self) -> dict[str, Any]:
         """What plans with different certificates have in common."""
-        names = (
-            "epsilon",
-            "delta",
-            "adjacency",
-            "examples",
-            "batch_size",
-            "steps",
-            "sampling",
-            "participation",
-        )
+        names = ("epsilon", "delta", "adjacency", "examples", "batch_size", "steps", "sampling", "participation")
         return {name: getattr(self, name) for name in names}
 
     def spent(self) -> float:

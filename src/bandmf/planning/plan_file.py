@@ -28,16 +28,7 @@ _PLAIN = (
     *("parameters", "memory_limit", "devices", "device", "sampling", "choice"),
 )
 
-_DAMAGE = (
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    IndexError,
-    ArithmeticError,
-    RecursionError,
-    MemoryError,
-)
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, ArithmeticError, RecursionError, MemoryError)
 _PARTS = (
     *("schema", "participation", "workload", "candidates", "best_without_memory_limit", "strategy"),
     "certificate",
@@ -78,9 +69,7 @@ def load(path: Path, workload: Workload | None, make: type[Plan]) -> Plan:
     try:
         contents = json.loads(path.read_bytes())
     except IsADirectoryError:
-        raise ValueError(
-            f"path={str(path)!r}: is a folder; give the JSON file that plan.save wrote"
-        ) from None
+        raise ValueError(f"path={str(path)!r}: is a folder; give the JSON file that plan.save wrote") from None
     except (ValueError, RecursionError):
         raise ValueError(f"path={str(path)!r}: not a plan of bandmf (not JSON)") from None
     if not isinstance(contents, dict) or contents.get("schema") != SCHEMA:
@@ -156,9 +145,7 @@ def _workload_to_dict(workload: Workload) -> dict[str, Any]:
     if workload.recipe is None:
         return {"kind": "operator", "name": workload.name}
     kind, arguments = workload.recipe
-    plain = {
-        name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in arguments.items()
-    }
+    plain = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in arguments.items()}
     return {"kind": kind, **plain}
 
 

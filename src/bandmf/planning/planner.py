@@ -157,9 +157,7 @@ def _check_unamplified(request: Request, sampling: str) -> None:
             "give the strategy= itself, or plan with sampling='balls-in-bins'",
         )
     if request.inverse_bands is not None:
-        raise _check.fail(
-            "inverse_bands", request.inverse_bands, "has no meaning for plans with participation="
-        )
+        raise _check.fail("inverse_bands", request.inverse_bands, "has no meaning for plans with participation=")
 
 
 def _check_combination(request: Request, sampling: str) -> None:
@@ -290,9 +288,7 @@ def _better(request: Request, seconds: float, progress: Progress | None) -> Plan
                 choice = _in_favor(chosen.candidate, cyclic, less(chosen.candidate))
                 choice += _other_size(request.batch_size, binned.batch_size)
                 shown = candidates.all() + _with(found, chosen)
-                return _build(
-                    binned, shown, chosen.candidate, chosen.strategy, certificate=certificate, choice=choice
-                )
+                return _build(binned, shown, chosen.candidate, chosen.strategy, certificate=certificate, choice=choice)
             refused = f"balls-in-bins has {1 - less(chosen.candidate):.3f} times its error when certified"
     shown = candidates.all() + tuple(each.candidate for each in found)
     choice = f"cyclic Poisson sampling, since {refused}"
@@ -301,9 +297,7 @@ def _better(request: Request, seconds: float, progress: Progress | None) -> Plan
 
 def _obstacle(request: Request) -> str:
     """Why balls-in-bins is not considered, in words; empty where it is."""
-    obstacle = no_bins(
-        request.steps, request.examples, request.batch_size, request.adjacency, request.max_batch_size
-    )
+    obstacle = no_bins(request.steps, request.examples, request.batch_size, request.adjacency, request.max_batch_size)
     if obstacle:
         return obstacle
     assert request.examples is not None
@@ -364,9 +358,7 @@ def _build(
     """The plan for the candidate that was chosen: the one place where plans are made."""
     sigma, epsilon, strategy = chosen.noise_multiplier, request.epsilon, in_float32(strategy)
     if epsilon is None:
-        epsilon = max(
-            accounting.spent(event, sigma, request.delta) for event in request.events_for(strategy.bands)
-        )
+        epsilon = max(accounting.spent(event, sigma, request.delta) for event in request.events_for(strategy.bands))
     return Plan(
         strategy=strategy,
         noise_multiplier=sigma,

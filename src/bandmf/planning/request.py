@@ -117,9 +117,7 @@ def _check_choice(request: Request) -> None:
     """Bands or a strategy that the user fixed must fit the rest, and the memory."""
     _check.choice("mechanism", request.mechanism, MECHANISMS)
     if request.certified and request.noise_multiplier is not None:
-        raise _check.fail(
-            "noise_multiplier", request.noise_multiplier, f"{request.sampling} is planned by epsilon="
-        )
+        raise _check.fail("noise_multiplier", request.noise_multiplier, f"{request.sampling} is planned by epsilon=")
     if request.inverse_bands is not None:
         _check.whole("inverse_bands", request.inverse_bands, 1, request.steps, f"steps={request.steps}")
         if request.mechanism not in ("auto", "banded-inverse"):
@@ -128,9 +126,7 @@ def _check_choice(request: Request) -> None:
         if request.bands is not None:
             raise ValueError("bands, strategy: give at most one of the two")
         if not isinstance(request.strategy, Strategy):
-            raise _check.fail(
-                "strategy", request.strategy, "must come from bandmf.strategies or bandmf.optimize"
-            )
+            raise _check.fail("strategy", request.strategy, "must come from bandmf.strategies or bandmf.optimize")
         if request.strategy.steps != request.steps:
             raise _check.fail("strategy", request.strategy, f"must have steps={request.steps}")
         bands, name = request.strategy.bands, "strategy.bands"

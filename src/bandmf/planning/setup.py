@@ -57,16 +57,12 @@ class Setup:
 
     def _check_sampling(self) -> None:
         if (self.sampling == "none") != (self.participation is not None):
-            raise _check.fail(
-                "sampling", self.sampling, "is 'none' for plans with participation=, and only for them"
-            )
+            raise _check.fail("sampling", self.sampling, "is 'none' for plans with participation=, and only for them")
         if self.certified:
             self._check_certified()
         elif self.participation is None:
             if self.examples is None:
-                raise ValueError(
-                    "examples=None: must be given; only plans with participation= can do without"
-                )
+                raise ValueError("examples=None: must be given; only plans with participation= can do without")
         elif self.max_batch_size is not None:
             raise _check.fail("max_batch_size", self.max_batch_size, "has no meaning without sampling")
         elif self.examples is not None:
@@ -80,9 +76,7 @@ class Setup:
     def _check_certified(self) -> None:
         obstacle = no_certificate(self.examples, self.adjacency, self.max_batch_size)
         if self.in_bins:
-            obstacle = no_bins(
-                self.steps, self.examples, self.batch_size, self.adjacency, self.max_batch_size
-            )
+            obstacle = no_bins(self.steps, self.examples, self.batch_size, self.adjacency, self.max_batch_size)
         if obstacle:
             raise _check.fail("sampling", self.sampling, obstacle, "use sampling='cyclic-poisson'")
         if self.cycle is None:
@@ -103,9 +97,7 @@ class Setup:
         elif self.memory_limit is not None:
             raise ValueError("memory: needs parameters=, the number of trainable parameters")
         elif self.devices != 1 or self.device is not None:
-            raise ValueError(
-                "devices, device: count only with parameters=, the number of trainable parameters"
-            )
+            raise ValueError("devices, device: count only with parameters=, the number of trainable parameters")
         if self.memory_limit is not None:
             self._keep("memory_limit", _check.real("memory", self.memory_limit, 0, open_low=True))
 
@@ -171,9 +163,7 @@ class Setup:
         if not self.amplified:
             return (one_release(self.adjacency),)
         assert self.examples is not None
-        return cyclic_poisson(
-            self.steps, bands, self.batch_size, self.examples, self.adjacency, self.max_batch_size
-        )
+        return cyclic_poisson(self.steps, bands, self.batch_size, self.examples, self.adjacency, self.max_batch_size)
 
     @property
     def max_vectors(self) -> int | None:
@@ -219,9 +209,7 @@ def no_certificate(examples: int | None, adjacency: str, max_batch_size: int | N
     return ""
 
 
-def no_bins(
-    steps: int, examples: int | None, batch_size: float, adjacency: str, max_batch_size: int | None
-) -> str:
+def no_bins(steps: int, examples: int | None, batch_size: float, adjacency: str, max_batch_size: int | None) -> str:
     """Why bins cannot be used here, in words; empty where they can."""
     obstacle = no_certificate(examples, adjacency, max_batch_size)
     if obstacle or examples is None:

@@ -41,11 +41,7 @@ MECHANISMS = {
     "Opacus hooks": "#D9D9D9",
 }
 # Other names of the same mechanisms.
-_ALSO = {
-    "Amplified BandMF": BANDMF,
-    "Unamplified BandMF": "BandMF, unamplified",
-    "FHU": "FHU (square root)",
-}
+_ALSO = {"Amplified BandMF": BANDMF, "Unamplified BandMF": "BandMF, unamplified", "FHU": "FHU (square root)"}
 
 
 def color(name: str) -> str:

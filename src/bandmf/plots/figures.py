@@ -78,9 +78,7 @@ def memory(curves: dict[str, list[tuple[int, float]]], title: str) -> Figure:
     """RMSE against the vectors that the noise keeps: none at the left, then on a log scale."""
     figure, (axis,) = panels(1, width=7.8, height=4.4)
     for name, points in curves.items():
-        axis.loglog(
-            [max(count, _NONE) for count, _ in points], [error for _, error in points], **line_of(name)
-        )
+        axis.loglog([max(count, _NONE) for count, _ in points], [error for _, error in points], **line_of(name))
     most = max(count for points in curves.values() for count, _ in points)
     fours(axis, most, none=_NONE)
     plain(axis, "y", [error for points in curves.values() for _, error in points])
@@ -96,9 +94,7 @@ def memory(curves: dict[str, list[tuple[int, float]]], title: str) -> Figure:
 
 def _beside(axis: Axes, name: str, x: float, y: float) -> None:
     end = end_of(name, x, y)
-    axis.annotate(
-        end.text, (x, y), (8, 0), textcoords="offset points", color=end.color, fontsize=9, va="center"
-    )
+    axis.annotate(end.text, (x, y), (8, 0), textcoords="offset points", color=end.color, fontsize=9, va="center")
 
 
 def best_bands(epochs: list[int], epsilons: list[float], bands: list[list[int]], title: str) -> Figure:

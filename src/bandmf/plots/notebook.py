@@ -44,9 +44,7 @@ def solution(found: Solution) -> str:
         "time": f"{found.seconds:.2f} s",
         "how it ended": found.message,
     }
-    return _joined(
-        "<b>Solution</b>", _table((), list(numbers.items())), _image(figures.columns(found.strategy))
-    )
+    return _joined("<b>Solution</b>", _table((), list(numbers.items())), _image(figures.columns(found.strategy)))
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -58,8 +56,7 @@ def _row(kind: str, entries: Sequence[str]) -> str:
     last = len(entries) > 2  # a column of numbers is set flush right, a single value is not
     sides = ("left" if place == 0 or not last else "right" for place in range(len(entries)))
     cells = (
-        f"<{kind} {_CELL.format(side)}>{escape(entry)}</{kind}>"
-        for side, entry in zip(sides, entries, strict=True)
+        f"<{kind} {_CELL.format(side)}>{escape(entry)}</{kind}>" for side, entry in zip(sides, entries, strict=True)
     )
     return f"<tr>{''.join(cells)}</tr>"
 

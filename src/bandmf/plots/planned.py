@@ -107,9 +107,7 @@ def _name(axis: Axes, curve: Sequence[tuple[int, float]], names: dict[int, str],
     before = [curve[0][1], *(error for _, error in curve)]
     for (place, error), earlier in zip(curve, before, strict=False):
         if place == chosen:
-            axis.plot(
-                place, error, "o", color="white", markeredgecolor=color, markeredgewidth=2.6, markersize=11
-            )
+            axis.plot(place, error, "o", color="white", markeredgecolor=color, markeredgewidth=2.6, markersize=11)
             axis.annotate(
                 f"chosen: {counted(place, 'band')}", (place, error), (-8, -9),
                 textcoords="offset points", ha="left" if place == low else "right", va="top", fontsize=9,
@@ -130,11 +128,7 @@ def plan(made: Plan, candidates: Sequence[Candidate]) -> Figure:
         raise ValueError("candidates=(): there is nothing to draw; make the plan with bandmf.plan")
     banded = sorted((c for c in candidates if c.sampling != "balls-in-bins"), key=lambda c: c.bands)
     curve = [(c.bands, c.rmse / made.rmse) for c in banded]
-    levels = [
-        Level(c.name, c.rmse / made.rmse, made.is_chosen(c))
-        for c in candidates
-        if c.sampling == "balls-in-bins"
-    ]
+    levels = [Level(c.name, c.rmse / made.rmse, made.is_chosen(c)) for c in candidates if c.sampling == "balls-in-bins"]
     names = {1: "DP-SGD"} if made.amplified else {1: "independent noise"}
     if made.amplified and made.examples is not None and made.examples / made.batch_size <= made.steps:
         names[int(made.examples / made.batch_size)] = "no amplification"

@@ -85,8 +85,7 @@ class Key:
         mode = stat.S_IMODE(os.stat(path).st_mode)
         if os.name == "posix" and mode & 0o077:
             raise PermissionError(
-                f"path={os.fspath(path)!r}: mode {mode:04o} lets others read the key; "
-                "chmod 600 it, or draw a new key"
+                f"path={os.fspath(path)!r}: mode {mode:04o} lets others read the key; chmod 600 it, or draw a new key"
             )
         try:
             header, digits = Path(path).read_bytes().decode("ascii").split()
@@ -106,6 +105,4 @@ class Key:
         return hash(self.fingerprint)
 
     def __reduce__(self) -> str:
-        raise TypeError(
-            "a Key is never pickled, so that no checkpoint holds it by accident; use Key.save(path)"
-        )
+        raise TypeError("a Key is never pickled, so that no checkpoint holds it by accident; use Key.save(path)")

@@ -52,21 +52,14 @@ def sampler(plan: SampledPlan, key: Key, examples: int | None = None) -> Sampler
         plan_examples = plan.examples
     if examples is not None and examples != plan_examples:
         raise _check.fail(
-            "len(dataset)",
-            examples,
-            f"must be the plan's examples={plan_examples}",
-            "make a plan for this data",
+            "len(dataset)", examples, f"must be the plan's examples={plan_examples}", "make a plan for this data"
         )
     if plan.cycle is not None:
         return BallsInBins(key, examples=plan_examples, steps=plan.steps, cycle=plan.cycle)
     if plan.sampling == "b-min-sep":
         assert plan.sampling_probability is not None
         return MinSeparationPoisson(
-            key,
-            examples=plan_examples,
-            steps=plan.steps,
-            separation=plan.bands,
-            probability=plan.sampling_probability,
+            key, examples=plan_examples, steps=plan.steps, separation=plan.bands, probability=plan.sampling_probability
         )
     if plan.participation is None:
         return CyclicPoisson(plan, key)
@@ -85,7 +78,5 @@ def sampler_of(plan: AccountedPlan, key: Key, examples: int | None = None) -> Sa
     batches = sampler(plan, key, examples)
     law = [getattr(batches, name, None) for name in ("cycle", "separation")]
     if batches.events != plan.events or law != [plan.cycle, plan.separation]:
-        raise ValueError(
-            "plan: its events are not those of its batches; make a new plan with bandmf.plan(...)"
-        )
+        raise ValueError("plan: its events are not those of its batches; make a new plan with bandmf.plan(...)")
     return batches

@@ -74,15 +74,5 @@ def check_step(step: int, steps: int) -> int:
 def describe(batches: Any, key: Key, parts: int, **more: Any) -> dict[str, Any]:
     """Kind and numbers of a sampler, with a keyed digest of its part sizes: their draw is NumPy's to change."""
     sizes = hashlib.blake2b(batches._bounds.tobytes(), key=key.derive("sizes").secret, digest_size=16)
-    plain = {
-        "kind": type(batches).__name__,
-        "version": 1,
-        "examples": batches.examples,
-        "parts": parts,
-    }
-    return {
-        **plain,
-        "max_batch_size": getattr(batches, "max_batch_size", None),
-        **more,
-        "sizes": sizes.hexdigest(),
-    }
+    plain = {"kind": type(batches).__name__, "version": 1, "examples": batches.examples, "parts": parts}
+    return {**plain, "max_batch_size": getattr(batches, "max_batch_size", None), **more, "sizes": sizes.hexdigest()}

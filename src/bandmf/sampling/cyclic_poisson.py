@@ -36,9 +36,7 @@ class CyclicPoisson:
         self._key = key.derive("sampling")
         partition = key.derive("partition")
         self._bounds = self._draw_bounds(partition)
-        self._provenance = describe(
-            self, partition, self.parts, probability=self.probability, adjacency=self.adjacency
-        )
+        self._provenance = describe(self, partition, self.parts, probability=self.probability, adjacency=self.adjacency)
         self._arrange = Permutation(Stream(partition, ORDER), self.examples) if self.parts > 1 else None
 
     def _draw_bounds(self, key: Key) -> Indices:

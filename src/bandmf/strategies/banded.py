@@ -36,9 +36,7 @@ class Banded(Strategy):
             raise ValueError(f"columns[{zero[0]}, 0]=0.0: the diagonal of C must not be zero")
         beyond = np.add.outer(np.arange(steps), np.arange(bands)) >= steps
         if np.any(compact[beyond]):
-            raise ValueError(
-                f"columns: entries [j, r] with j + r >= steps={steps} lie below C and must be zero"
-            )
+            raise ValueError(f"columns: entries [j, r] with j + r >= steps={steps} lie below C and must be zero")
         _check.moderate("columns", compact)
         object.__setattr__(self, "compact", compact)
 

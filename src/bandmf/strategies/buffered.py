@@ -112,9 +112,7 @@ class BufferedToeplitz(Strategy):
         return self.steps == 1 or not self.scales.any()
 
     def spaced_norm(self, separation: int, count: int) -> float | None:
-        if (
-            self.cancels or np.sum(self.scales) > 1
-        ):  # the coefficients may still fall all the way: look at them
+        if self.cancels or np.sum(self.scales) > 1:  # the coefficients may still fall all the way: look at them
             return super().spaced_norm(separation, count)
         C, total, buffers = self.matrices(), 0.0, np.zeros(self.buffers)
         for m in range(count):

@@ -56,11 +56,7 @@ def to_arrays(strategy: Strategy) -> dict[str, np.ndarray]:
     if type(strategy) is Banded:
         return {"banded": strategy.compact}
     if type(strategy) is BufferedToeplitz:
-        return {
-            "scales": strategy.scales,
-            "decays": strategy.decays,
-            "buffered": np.array(strategy.steps),
-        }
+        return {"scales": strategy.scales, "decays": strategy.decays, "buffered": np.array(strategy.steps)}
     if type(strategy) is BandedInverse:
         return {"inverse": strategy.inverse_coefficients, "steps": np.array(strategy.steps)}
     if type(strategy) is OnlineTree:

@@ -89,9 +89,7 @@ def _toeplitz(theta: FloatArray, steps: int) -> float:
     def largest(weights: FloatArray) -> float:
         """Variance of weights[0] y_0 + ... + weights[k] y_k, for the k where it is largest."""
         size = next_fast_len(2 * bands)
-        earlier = irfft(rfft(weights, size) * rfft(np.append(0.0, covariances[1:]), size), size)[
-            : len(weights)
-        ]
+        earlier = irfft(rfft(weights, size) * rfft(np.append(0.0, covariances[1:]), size), size)[: len(weights)]
         return float(np.cumsum(weights**2 * variance + 2 * weights * earlier).max(initial=0.0))
 
     others = theta[1:]
@@ -151,9 +149,7 @@ def _simulated(strategy: Strategy) -> float:
     rows = np.zeros((steps, bands))  # rows[i, r] = C[i, i - r]
     for r in range(bands):
         rows[r:, r] = columns[: steps - r, r]
-    partial = np.maximum(
-        *(_partial_sums(rows, y, order) for order in (range(1, bands), range(bands - 1, 0, -1)))
-    )
+    partial = np.maximum(*(_partial_sums(rows, y, order) for order in (range(1, bands), range(bands - 1, 0, -1))))
     products = np.zeros(steps)
     for r in range(1, bands):
         products[r:] += rows[r:, r] ** 2 * np.mean(y[: steps - r] ** 2, axis=1)

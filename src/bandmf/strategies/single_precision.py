@@ -68,9 +68,7 @@ def in_float32(strategy: Strategy) -> Strategy:
         given = strategy.inverse_coefficients
         newest = check_range("|inverse_coefficients[0]|", abs(float(given[0])))
         coefficients = _rounded("inverse_coefficients", given, newest)
-        return (
-            strategy if np.array_equal(coefficients, given) else BandedInverse(coefficients, strategy.steps)
-        )
+        return strategy if np.array_equal(coefficients, given) else BandedInverse(coefficients, strategy.steps)
     if isinstance(strategy, Stamped):
         epoch = in_float32(strategy.epoch)
         return strategy if epoch is strategy.epoch else Stamped(epoch, strategy.epochs)

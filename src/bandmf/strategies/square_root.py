@@ -36,11 +36,7 @@ def square_root(steps: int, normalize_columns: bool = False) -> BandedToeplitz:
 
 
 def banded_square_root(
-    steps: int,
-    bands: int,
-    momentum: float = 0.0,
-    weight_decay: float = 0.0,
-    normalize_columns: bool = False,
+    steps: int, bands: int, momentum: float = 0.0, weight_decay: float = 0.0, normalize_columns: bool = False
 ) -> BandedToeplitz:
     """The first `bands` diagonals of the square root of the workload: prefix, or momentum with weight decay.
 

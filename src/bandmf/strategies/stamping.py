@@ -15,12 +15,7 @@ import numpy as np
 
 from bandmf import _check, band_columns
 from bandmf._types import FloatArray
-from bandmf.strategies.base import (
-    BufferRecurrence,
-    InputRecurrence,
-    OutputRecurrence,
-    Strategy,
-)
+from bandmf.strategies.base import BufferRecurrence, InputRecurrence, OutputRecurrence, Strategy
 from bandmf.streaming import Matrices, StreamingOperator
 
 

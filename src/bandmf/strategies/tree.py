@@ -64,9 +64,9 @@ def tree_encoder(steps: int) -> FloatArray:
     """
     levels = [2**h for h in range(1 + math.ceil(math.log2(_check.whole("steps", steps))))]
     step = np.arange(steps)
-    return np.concatenate(
-        [np.equal.outer(np.arange(-(-steps // size)), step // size) for size in levels]
-    ).astype(np.float64)
+    return np.concatenate([np.equal.outer(np.arange(-(-steps // size)), step // size) for size in levels]).astype(
+        np.float64
+    )
 
 
 @dataclass(frozen=True, eq=False, repr=False)

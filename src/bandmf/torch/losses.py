@@ -37,9 +37,7 @@ def classification(
     return own_mean(each, labels != ignore_index, len(scores))
 
 
-def language_model(
-    logits: Tensor, labels: Tensor, *, ignore_index: int = IGNORED, shift: bool = True
-) -> Tensor:
+def language_model(logits: Tensor, labels: Tensor, *, ignore_index: int = IGNORED, shift: bool = True) -> Tensor:
     """The loss of predicting each token from those before it, averaged over a text's own scored tokens.
 
     Labels are the tokens themselves, as in transformers, which shifts them inside the model; `shift=False` where

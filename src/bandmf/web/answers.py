@@ -155,9 +155,7 @@ def unamplified(question: Question) -> Iterator[Mechanism]:
             yield _mechanism(name, strategy, sigma * error * cycle / question.examples, question)
 
 
-def _once(
-    name: str, steps: int, participation: MinSeparation, make: Callable[[], Strategy]
-) -> tuple[Strategy, float]:
+def _once(name: str, steps: int, participation: MinSeparation, make: Callable[[], Strategy]) -> tuple[Strategy, float]:
     """A strategy with its error, which does not depend on the budget: kept while epsilon and delta are tried out."""
     question = name, steps, participation
     if question not in _KEPT:
@@ -225,9 +223,7 @@ def dp_sgd_needs(made: Plan) -> Needs:
 
 def _dp_sgd(made: Plan, batch_size: float) -> Event:
     assert made.examples is not None
-    (event,) = cyclic_poisson(
-        made.steps, 1, min(batch_size, made.examples), made.examples, made.adjacency, None
-    )
+    (event,) = cyclic_poisson(made.steps, 1, min(batch_size, made.examples), made.examples, made.adjacency, None)
     return event
 
 

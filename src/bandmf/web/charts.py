@@ -48,14 +48,11 @@ def bands(points: list[Point]) -> alt.LayerChart:
     kinds = ["chosen", "fits", "too large"]
     scale = alt.Scale(domain=kinds, range=[CHOSEN, MECHANISMS[BANDMF], TOO_LARGE])
     dots = base.mark_point(filled=True, opacity=1).encode(
-        color=alt.Color("kind:N", scale=scale, legend=None),
-        size=alt.Size("size:Q", scale=None),
+        color=alt.Color("kind:N", scale=scale, legend=None), size=alt.Size("size:Q", scale=None)
     )
     shade = alt.Color("kind:N", scale=scale, legend=None)
     inside = base.mark_text(dy=-18, fontSize=13, fontWeight="bold").encode(text="label:N", color=shade)
-    first = base.mark_text(dx=12, align="left", fontSize=13, fontWeight="bold").encode(
-        text="label:N", color=shade
-    )
+    first = base.mark_text(dx=12, align="left", fontSize=13, fontWeight="bold").encode(text="label:N", color=shade)
     line = base.mark_line(color=MECHANISMS[BANDMF])
     texts = inside.transform_filter("datum.bands > 1") + first.transform_filter("datum.bands == 1")
     return (line + dots + texts).properties(height=290)
@@ -106,9 +103,7 @@ def _bar(row: Mechanism, plans: float | None, least: float) -> dict[str, Any]:
     ratio = row.mean_rmse / (plans or least)
     memory = counted(row.vectors, "vector") if row.memory is None else readable_bytes(row.memory)
     own = " (this plan)" if plans is not None and abs(ratio - 1) < 1e-9 else ""
-    label = (
-        f"{ratio:.2f}{own}" + (", estimate" if row.estimated else "") + ("" if row.fits else ", too large")
-    )
+    label = f"{ratio:.2f}{own}" + (", estimate" if row.estimated else "") + ("" if row.fits else ", too large")
     return {
         "name": row.name,
         "error": row.mean_rmse,

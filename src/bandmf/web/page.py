@@ -117,9 +117,7 @@ def _model() -> dict[str, Any]:
     unknown = not parameters.strip()
     devices = st.number_input("Devices", 1, 65536, 1, key="devices", disabled=unknown)
     st.caption("GPUs or machines that share the noise.")
-    memory = st.text_input(
-        "Memory for noise on each device", "", placeholder="any", key="memory", disabled=unknown
-    )
+    memory = st.text_input("Memory for noise on each device", "", placeholder="any", key="memory", disabled=unknown)
     st.caption('Such as "2 GB"; empty for as much as it takes.')
     return {"parameters": parameters, "devices": int(devices), "memory": memory.strip() or None}
 
@@ -173,9 +171,7 @@ def _searched(question: Question) -> Plan | None:
         if seen and time.monotonic() - started > 0.5:
             best = min(seen, key=lambda each: each.rmse)
             error = best.rmse / question.batch_size
-            line.caption(
-                f"Searching: {len(seen)} candidates so far; {best.name}, error about {error:.3g} (estimate)."
-            )
+            line.caption(f"Searching: {len(seen)} candidates so far; {best.name}, error about {error:.3g} (estimate).")
 
     try:
         made = answers.cyclic(question, progress)

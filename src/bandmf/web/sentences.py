@@ -51,9 +51,7 @@ def against_dp_sgd(made: Plan, needs: Needs) -> str:
         bigger = "no batch size would do, not even all examples in every step"
     else:
         times = _times(needs.batch_size / made.batch_size)
-        bigger = (
-            f"batches of about **{spoken(needs.batch_size)}** examples ({times} the gradients to compute)"
-        )
+        bigger = f"batches of about **{spoken(needs.batch_size)}** examples ({times} the gradients to compute)"
     return (
         f"At the same privacy, DP-SGD has **{ratio:.2f} times** the error. For the error of this plan it would need "
         f"{other} or, with epsilon as it is, {bigger}."

@@ -14,13 +14,4 @@ from bandmf.accounting.bins.estimate import Estimate, estimate
 from bandmf.accounting.bins.gram import gram_matrix
 from bandmf.accounting.certified import NotCertifiedError
 
-__all__ = [
-    "Certificate",
-    "Chain",
-    "Estimate",
-    "NotCertifiedError",
-    "calibrate",
-    "certify",
-    "estimate",
-    "gram_matrix",
-]
+__all__ = ["Certificate", "Chain", "Estimate", "NotCertifiedError", "calibrate", "certify", "estimate", "gram_matrix"]

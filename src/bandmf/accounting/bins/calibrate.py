@@ -119,9 +119,7 @@ def _aim(
     return sigma, samples, _add_samples(gram, sigma, epsilon, allowed, samples, log_term)
 
 
-def _add_samples(
-    gram: FloatArray, sigma: float, epsilon: float, allowed: float, most: int, log_term: float
-) -> int:
+def _add_samples(gram: FloatArray, sigma: float, epsilon: float, allowed: float, most: int, log_term: float) -> int:
     """Samples that show the add direction to be below what is allowed; 0 where that needs none."""
     loss = privacy_loss(gram, sigma)
     side = half_space(loss, epsilon)

@@ -26,14 +26,7 @@ from bandmf.accounting.bins.gram import checked_gram, marks
 from bandmf.accounting.bins.half_space import half_space
 from bandmf.accounting.bins.loss import PrivacyLoss, privacy_loss
 from bandmf.accounting.bins.tuning import tune
-from bandmf.accounting.certified import (
-    ALIKE,
-    FAILURE,
-    NotCertifiedError,
-    alike,
-    checked_budget,
-    checked_samples,
-)
+from bandmf.accounting.certified import ALIKE, FAILURE, NotCertifiedError, alike, checked_budget, checked_samples
 from bandmf.accounting.samples import upper_bound
 
 # Of all samples: half an hour on two cores, beyond which nobody would wait for a verification.

@@ -73,9 +73,7 @@ class Chain:
         """How far rounding takes the law of the chain from the one meant, in total variation: at most this."""
         return (self.length + 1) * loss.cycle * 2.0**-50
 
-    def sample(
-        self, loss: PrivacyLoss, epsilon: float, generator: np.random.Generator, rows: int
-    ) -> FloatArray:
+    def sample(self, loss: PrivacyLoss, epsilon: float, generator: np.random.Generator, rows: int) -> FloatArray:
         """Independent samples with expectation delta."""
         shift, log_scale = self._positions(loss, generator, rows)
         noise = loss.noise(generator, rows)
@@ -97,9 +95,7 @@ class Chain:
         weights = np.exp(log_scale[kept] - log_power[kept] + self.power * log_L - self.tilt * epsilon)
         return np.exp(logs - log_L[:, None]) / loss.cycle, weights
 
-    def _positions(
-        self, loss: PrivacyLoss, generator: np.random.Generator, rows: int
-    ) -> tuple[FloatArray, FloatArray]:
+    def _positions(self, loss: PrivacyLoss, generator: np.random.Generator, rows: int) -> tuple[FloatArray, FloatArray]:
         """S after the last draw, and log(W Z_1 ... Z_c)."""
         a, b, K = self.power, loss.cycle, loss.K
         first = self._first(loss)
@@ -129,9 +125,7 @@ class Chain:
         """w, raised by what rounding may have taken."""
         log_L, log_power = log_mean_exp(loss.log_terms(u), self.power)
         slack = loss.rounding(self.tilt)
-        return np.exp(
-            log_removed(log_L + slack, epsilon) + log_scale - self.length * log_L - log_power + slack
-        )
+        return np.exp(log_removed(log_L + slack, epsilon) + log_scale - self.length * log_L - log_power + slack)
 
 
 def _mean_exp(logs: FloatArray) -> FloatArray:

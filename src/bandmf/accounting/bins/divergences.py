@@ -23,34 +23,19 @@ def remove_sums(
 ) -> Sums:
     """Samples whose expectation is the remove divergence."""
     return sample_sums(
-        lambda generator, rows: chain.sample(loss, epsilon, generator, rows),
-        samples,
-        loss.cycle,
-        seed,
-        stream,
-        workers,
+        lambda generator, rows: chain.sample(loss, epsilon, generator, rows), samples, loss.cycle, seed, stream, workers
     )
 
 
 def add_sums(
-    loss: PrivacyLoss,
-    epsilon: float,
-    samples: int,
-    seed: int,
-    workers: int | None = None,
-    stream: int = ADD,
+    loss: PrivacyLoss, epsilon: float, samples: int, seed: int, workers: int | None = None, stream: int = ADD
 ) -> tuple[Sums, float] | None:
     """Samples whose expectation is the add divergence, with their bound; None where there is no half space."""
     side = half_space(loss, epsilon)
     if side is None:
         return None
     sums = sample_sums(
-        lambda generator, rows: side.sample(loss, epsilon, generator, rows),
-        samples,
-        loss.cycle,
-        seed,
-        stream,
-        workers,
+        lambda generator, rows: side.sample(loss, epsilon, generator, rows), samples, loss.cycle, seed, stream, workers
     )
     return sums, side.bound(side.rounding(loss))
 

@@ -44,13 +44,7 @@ class Estimate:
 
 
 def estimate(
-    gram: FloatArray,
-    epsilon: float,
-    delta: float,
-    *,
-    samples: int = 2**14,
-    seed: int = 0,
-    posterior: bool = False,
+    gram: FloatArray, epsilon: float, delta: float, *, samples: int = 2**14, seed: int = 0, posterior: bool = False
 ) -> Estimate:
     """The deviation of z at which balls-in-bins with this Gram matrix spends (epsilon, delta).
 
@@ -67,9 +61,7 @@ def estimate(
         return _estimate(gram, epsilon, delta, samples, seed, posterior)
 
 
-def _estimate(
-    gram: FloatArray, epsilon: float, delta: float, samples: int, seed: int, posterior: bool
-) -> Estimate:
+def _estimate(gram: FloatArray, epsilon: float, delta: float, samples: int, seed: int, posterior: bool) -> Estimate:
     sigma, pilot = _tuned(gram, epsilon, delta, seed)
 
     def remove(sigma: float, samples: int) -> Sums:

@@ -75,9 +75,7 @@ def checked_gram(gram: FloatArray) -> FloatArray:
         raise ValueError(f"gram: must be a symmetric matrix, not of shape {gram.shape}; use gram_matrix")
     _check.whole("cycle", len(gram), 1, MAX_CYCLE)
     if gram.min() < 0:
-        raise _check.fail(
-            "gram", float(gram.min()), "no entry may be negative", "use |C|, as gram_matrix does"
-        )
+        raise _check.fail("gram", float(gram.min()), "no entry may be negative", "use |C|, as gram_matrix does")
     _check.moderate("gram's diagonal", np.diag(gram))
     if np.diag(gram).min() <= 0:
         raise _check.fail("gram", 0.0, "its diagonal must be positive", "every position must take part")
@@ -127,9 +125,7 @@ def _error_of_inverse(r: FloatArray, theta: FloatArray, steps: int) -> float:
     sizes = np.convolve(np.abs(r), np.abs(theta))[:steps]
     error = np.abs(residual) + 2 * (len(r) + 2) * _ROUNDING * sizes
     if error.sum() > 0.5:
-        raise _check.fail(
-            "steps", steps, "1 / r(x) is too ill-conditioned there to be bounded", "change C^-1"
-        )
+        raise _check.fail("steps", steps, "1 / r(x) is too ill-conditioned there to be bounded", "change C^-1")
     return float(error.max() * np.abs(theta).sum() / (1 - error.sum())) * (1 + 1e-9)
 
 

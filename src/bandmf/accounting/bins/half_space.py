@@ -59,9 +59,7 @@ class HalfSpace:
         """What rounding may have taken from a sample's log L."""
         return loss.rounding(1 + self.distance / self.steepness)
 
-    def sample(
-        self, loss: PrivacyLoss, epsilon: float, generator: np.random.Generator, rows: int
-    ) -> FloatArray:
+    def sample(self, loss: PrivacyLoss, epsilon: float, generator: np.random.Generator, rows: int) -> FloatArray:
         """Independent samples with the add divergence as expectation."""
         s, d, p = self.steepness, self.distance, self.positions
         u = loss.noise(generator, rows) - d / s * (loss.K @ p)

@@ -55,9 +55,7 @@ def calibrate(
     seconds = _check.real("seconds", seconds, 0, open_low=True)
     root = secrets.randbits(120) if seed is None else _check.whole("seed", seed, 0, 2**120 - 1)
     pilot = 2**13 if seconds >= _LONG else 2**11
-    found = estimate_sigma(
-        strategy, separation, probability, epsilon, delta, samples=pilot, seed=root, workers=workers
-    )
+    found = estimate_sigma(strategy, separation, probability, epsilon, delta, samples=pilot, seed=root, workers=workers)
     if found.add >= 1:
         raise NotCertifiedError(
             f"epsilon={epsilon}: the add direction cannot be bounded near sigma={found.sigma:.4g} for delta={delta}; "
@@ -86,9 +84,7 @@ def calibrate(
                 samples=samples,
                 seed=root + (attempt << 120),
                 copies=found.copies,
-                add_samples=_add_samples(
-                    privacy_loss(strategy, sigma, separation, probability), epsilon, delta, most
-                ),
+                add_samples=_add_samples(privacy_loss(strategy, sigma, separation, probability), epsilon, delta, most),
                 attempt=attempt,
                 workers=workers,
             )
@@ -113,18 +109,14 @@ def _add_samples(loss: Loss, epsilon: float, delta: float, most: int) -> int:
     sums, bound = sampled
     mean = max(sums.mean, 1e-3 * allowed)
     log_term = math.log(2 / (FAILURE * delta / 4)) + 1  # one more attempt's share
-    needed = samples_for(
-        (math.sqrt(sums.variance) / mean) ** 2, bound / mean, max(allowed / mean - 1, 0.01), log_term
-    )
+    needed = samples_for((math.sqrt(sums.variance) / mean) ** 2, bound / mean, max(allowed / mean - 1, 0.01), log_term)
     return min(max(int(1.5 * needed), _LEAST), 4 * most, most_samples(loss.steps))  # cheaper than the others
 
 
 def _aim(found: Estimate, delta: float, most: int, log_term: float) -> tuple[float, int]:
     """Sigma to certify, and samples."""
     allowed = delta * (1 - FAILURE)
-    wanted = samples_for(
-        found.relative_variance, found.relative_bound, allowed / (_AIM * delta) - 1, log_term
-    )
+    wanted = samples_for(found.relative_variance, found.relative_bound, allowed / (_AIM * delta) - 1, log_term)
     samples = min(max(int(wanted), _LEAST), most)
     # With these samples: t + (sqrt(2 l) + LUCK) t sqrt(variance / n) + 7 B l / (3 n) = allowed.
     tail = 7 / 3 * log_term * found.relative_bound * delta / samples

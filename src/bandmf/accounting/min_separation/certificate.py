@@ -17,14 +17,7 @@ from typing import Any
 import numpy as np
 
 from bandmf import _check
-from bandmf.accounting.certified import (
-    ALIKE,
-    FAILURE,
-    NotCertifiedError,
-    alike,
-    checked_budget,
-    checked_samples,
-)
+from bandmf.accounting.certified import ALIKE, FAILURE, NotCertifiedError, alike, checked_budget, checked_samples
 from bandmf.accounting.min_separation.copies import MAX_COPIES, Copies
 from bandmf.accounting.min_separation.divergences import add_sums, best_copies, remove_sums
 from bandmf.accounting.min_separation.half_space import closed_bound
@@ -209,9 +202,7 @@ def marks(strategy: Strategy) -> tuple[float, float, float]:
     return float(columns.sum()), float(np.square(columns).sum()), float((weights * columns).sum())
 
 
-def _add_bound(
-    loss: Loss, epsilon: float, samples: int, seed: int, share: float, workers: int | None
-) -> float:
+def _add_bound(loss: Loss, epsilon: float, samples: int, seed: int, share: float, workers: int | None) -> float:
     """Of the add divergence; without sampling where `samples` is 0."""
     closed = closed_bound(loss, epsilon)
     sampled = add_sums(loss, epsilon, samples, seed, workers) if samples and closed else None

@@ -168,9 +168,7 @@ class Copies:
         pull = self._pull(t, states.waits[state])
         undecided = np.arange(len(state))
         for j in range(1, self.copies + 1):
-            undecided = undecided[
-                states.free[state[undecided]] >= j
-            ]  # rounding may leave a little: take the last
+            undecided = undecided[states.free[state[undecided]] >= j]  # rounding may leave a little: take the last
             if len(undecided) == 0:
                 break
             here = state[undecided]

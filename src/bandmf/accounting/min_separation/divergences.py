@@ -15,12 +15,7 @@ _PIECE = 2**14  # what sample_sums divides by the width for the number of rows
 
 
 def remove_sums(
-    proposal: Copies,
-    epsilon: float,
-    samples: int,
-    seed: int,
-    workers: int | None = None,
-    stream: int = REMOVE,
+    proposal: Copies, epsilon: float, samples: int, seed: int, workers: int | None = None, stream: int = REMOVE
 ) -> Sums:
     """Samples whose expectation is the remove divergence."""
     return sample_sums(
@@ -34,12 +29,7 @@ def remove_sums(
 
 
 def add_sums(
-    loss: Loss,
-    epsilon: float,
-    samples: int,
-    seed: int,
-    workers: int | None = None,
-    stream: int = ADD,
+    loss: Loss, epsilon: float, samples: int, seed: int, workers: int | None = None, stream: int = ADD
 ) -> tuple[Sums, float] | None:
     """Samples whose expectation is the add divergence, with their bound; None where there is no half space."""
     side = half_space(loss, epsilon)

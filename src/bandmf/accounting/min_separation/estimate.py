@@ -11,13 +11,7 @@ import numpy as np
 from bandmf import _check
 from bandmf.accounting.events import MAX_EPSILON, MIN_EPSILON
 from bandmf.accounting.min_separation.copies import MAX_COPIES, Copies, TooLittleNoiseError, most_copies
-from bandmf.accounting.min_separation.divergences import (
-    ESTIMATE,
-    PILOT,
-    add_sums,
-    best_copies,
-    remove_sums,
-)
+from bandmf.accounting.min_separation.divergences import ESTIMATE, PILOT, add_sums, best_copies, remove_sums
 from bandmf.accounting.min_separation.half_space import closed_bound, log_never
 from bandmf.accounting.min_separation.loss import Loss, privacy_loss
 from bandmf.accounting.sampled_root import RELIABLE, approach, not_found, solve
@@ -69,9 +63,7 @@ def estimate_sigma(
     taking_part = -math.expm1(log_never(first))
     if delta >= taking_part:
         remedy = "lower delta: this budget would be met without any noise"
-        raise _check.fail(
-            "delta", delta, f"must be below {taking_part:g}, the probability of taking part", remedy
-        )
+        raise _check.fail("delta", delta, f"must be below {taking_part:g}, the probability of taking part", remedy)
     try:
         return _estimate(law, strategy.largest_column_norm(), epsilon, delta, samples, seed, workers)
     except (ArithmeticError, TooLittleNoiseError):
@@ -79,13 +71,7 @@ def estimate_sigma(
 
 
 def _estimate(
-    law: partial[Loss],
-    norm: float,
-    epsilon: float,
-    delta: float,
-    samples: int,
-    seed: int,
-    workers: int | None,
+    law: partial[Loss], norm: float, epsilon: float, delta: float, samples: int, seed: int, workers: int | None
 ) -> Estimate:
     sigma, copies = _tuned(law, norm, epsilon, delta, seed)
 

@@ -45,9 +45,7 @@ def half_space(loss: Loss, epsilon: float) -> HalfSpace | None:
     return best if best is not None and best.distance > 0 else None
 
 
-def sample_add(
-    side: HalfSpace, loss: Loss, epsilon: float, generator: np.random.Generator, rows: int
-) -> FloatArray:
+def sample_add(side: HalfSpace, loss: Loss, epsilon: float, generator: np.random.Generator, rows: int) -> FloatArray:
     """Independent samples with the add divergence as expectation, none above its bound."""
     s, d, normal = side.steepness, side.distance, side.positions
     x = generator.standard_normal((loss.steps, rows)) - (d / s * normal)[:, None]

@@ -127,9 +127,7 @@ class Loss:
         return [(number * size, block) for number, block in enumerate(self.blocks)]
 
 
-def privacy_loss(
-    strategy: Strategy, sigma: float, separation: int, probability: float, *, warm: bool = True
-) -> Loss:
+def privacy_loss(strategy: Strategy, sigma: float, separation: int, probability: float, *, warm: bool = True) -> Loss:
     """The law of L for noise z of deviation sigma; `warm=False` for a start with all examples free.
 
     >>> from bandmf.strategies import BandedToeplitz

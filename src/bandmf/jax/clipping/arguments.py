@@ -54,14 +54,10 @@ def places(given: tuple[int, ...], count: int) -> tuple[int, ...]:
 def check_apart(chosen: tuple[int, ...], batched: tuple[int, ...]) -> None:
     if set(batched) & set(chosen):
         given = chosen[0] if len(chosen) == 1 else chosen
-        raise _check.fail(
-            "argnums", given, f"may not be among batch_argnums={batched}: those are the examples"
-        )
+        raise _check.fail("argnums", given, f"may not be among batch_argnums={batched}: those are the examples")
 
 
-def check_others(
-    arguments: tuple[Any, ...], batched: tuple[int, ...], chosen: tuple[int, ...], rows: int
-) -> None:
+def check_others(arguments: tuple[Any, ...], batched: tuple[int, ...], chosen: tuple[int, ...], rows: int) -> None:
     """Refuse what every example would see, though it looks as if it had a row for each."""
     others = [place for place in range(len(arguments)) if place not in (*batched, *chosen)]
     # Of one row, it would be the example's own.

@@ -33,9 +33,7 @@ def own_weights(arguments: tuple[Any, ...], chosen: tuple[int, ...], examples: A
         missing = tuple(sorted(axes - _varying(leaf)))
         return _made_varying(leaf, missing) if missing else leaf
 
-    return tuple(
-        jax.tree.map(own, given) if place in chosen else given for place, given in enumerate(arguments)
-    )
+    return tuple(jax.tree.map(own, given) if place in chosen else given for place, given in enumerate(arguments))
 
 
 def _varying(tree: Any) -> frozenset[str]:
@@ -73,9 +71,7 @@ def zeros(like: jax.ShapeDtypeStruct) -> Any:
 def shares(leaf: Any) -> int:
     """Into how many shares the rows of an array are cut on an explicit mesh."""
     dimensions = _explicit(leaf)
-    return (
-        math.prod(jax.typeof(leaf).sharding.mesh.shape[name] for name in dimensions[0]) if dimensions else 1
-    )
+    return math.prod(jax.typeof(leaf).sharding.mesh.shape[name] for name in dimensions[0]) if dimensions else 1
 
 
 def _explicit(leaf: Any) -> list[tuple[str, ...]]:

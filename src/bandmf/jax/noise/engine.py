@@ -101,9 +101,7 @@ class Engine:
     ) -> None:
         executor = _executor(kernels, mesh)
         if not executor.looks_ahead:
-            lookahead = _check.whole(
-                "lookahead", lookahead or 1, 1, 1, "1 (kernels='xla' does not look ahead)"
-            )
+            lookahead = _check.whole("lookahead", lookahead or 1, 1, 1, "1 (kernels='xla' does not look ahead)")
         # A GPU looks as far ahead as in PyTorch, and so keeps what a plan counts; it has no inner level here.
         inner = INNER["cuda"] if executor is triton_executor.TritonExecutor else None
         self.schedule = Schedule(strategy, lookahead, inner, max_vectors, kept_inputs)
@@ -155,9 +153,7 @@ class Engine:
         """The key words of the noise, for `add`."""
         return jnp.asarray(chacha.key_words(self.key.derive("noise").secret), jnp.uint32)
 
-    def add(
-        self, state: State, gradients: Any, scale: Any, noise_key: Array | None = None
-    ) -> tuple[Any, State]:
+    def add(self, state: State, gradients: Any, scale: Any, noise_key: Array | None = None) -> tuple[Any, State]:
         """The gradients plus `scale` times the noise of the next step, and the state after it.
 
         Inside jit the key becomes a constant of the compiled program, and lies on disk if you use a
@@ -179,18 +175,14 @@ class Engine:
         )
         structure = jax.tree_util.tree_structure(gradients)
         result = jax.tree_util.tree_unflatten(structure, [noisy[name] for name in leaves])
-        return result, State(
-            after.step, after.history, state.provenance, after.prepared, after.refreshed, after.table
-        )
+        return result, State(after.step, after.history, state.provenance, after.prepared, after.refreshed, after.table)
 
     def _check(self, state: State, gradients: Any) -> None:
         self._provenance.expect(state.provenance)
         leaves, shapes = named(gradients), dict(state.provenance.shapes)
         checks.check_names(shapes, leaves)
         rows = self.schedule.vectors - self.schedule.slots
-        if rows and (
-            set(state.prepared) != set(shapes) or any(len(p) != rows for p in state.prepared.values())
-        ):
+        if rows and (set(state.prepared) != set(shapes) or any(len(p) != rows for p in state.prepared.values())):
             raise ValueError("state: has no prepared sums for this engine; begin with this engine's init")
         if {name: layout.shape for name, layout in self._layouts.items()} != shapes:
             raise ValueError("state: is not of the model that this engine's init was last called for")

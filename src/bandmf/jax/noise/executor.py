@@ -29,11 +29,6 @@ class Executor(Protocol):
     looks_ahead: bool  # whether it keeps prepared sums
 
     def advance(
-        self,
-        layouts: Mapping[str, Layout],
-        vectors: Vectors,
-        gradients: Mapping[str, Array],
-        scale: Array,
-        key: Array,
+        self, layouts: Mapping[str, Layout], vectors: Vectors, gradients: Mapping[str, Array], scale: Array, key: Array
     ) -> tuple[dict[str, Array], Vectors]:
         """The gradients plus `scale` times the noise of the step, and the vectors before the next one."""

@@ -33,12 +33,7 @@ class KernelExecutor(ABC):
         self._schedule, self._cipher_rounds = schedule, cipher_rounds
 
     def advance(
-        self,
-        layouts: Mapping[str, Layout],
-        vectors: Vectors,
-        gradients: Mapping[str, Array],
-        scale: Array,
-        key: Array,
+        self, layouts: Mapping[str, Layout], vectors: Vectors, gradients: Mapping[str, Array], scale: Array, key: Array
     ) -> tuple[dict[str, Array], Vectors]:
         """See Executor."""
         noisy, history, prepared = dict(gradients), dict(vectors.history), dict(vectors.prepared)
@@ -67,10 +62,7 @@ class KernelExecutor(ABC):
         near = [name for name in names if layouts[name].holds_gradient]
 
         def here(
-            numbers: Numbers,
-            table: Table,
-            targets: dict[str, Array],
-            rows: dict[str, tuple[Array, Array]],
+            numbers: Numbers, table: Table, targets: dict[str, Array], rows: dict[str, tuple[Array, Array]]
         ) -> dict[str, Buffers]:
             step, refreshed, key, scale = numbers
             made = {}
@@ -85,10 +77,7 @@ class KernelExecutor(ABC):
         if mesh is not None:
             specs = {name: layouts[name].spec for name in names}
             row = {name: PartitionSpec(None, *specs[name]) for name in names}
-            targets, pairs = (
-                {name: specs[name] for name in near},
-                {name: (row[name], row[name]) for name in names},
-            )
+            targets, pairs = ({name: specs[name] for name in near}, {name: (row[name], row[name]) for name in names})
             given = REPLICATED, REPLICATED, targets, pairs
             out = {name: (specs[name], row[name], row[name]) for name in names}
             here = shard_map(here, mesh=mesh, in_specs=given, out_specs=out, check_vma=False)

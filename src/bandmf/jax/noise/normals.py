@@ -43,8 +43,7 @@ def radius(u: Array) -> Array:
     e = (bits - np.int32(0x3F3504F3)) >> 23
     f = lax.bitcast_convert_type(bits - (e << 23), jnp.float32) - np.float32(1)
     P = _polynomial(
-        f,
-        (0.15269001, -0.25523164, 0.26320367, -0.28403515, 0.33246714, -0.40002454, 0.50001642, -0.66666663),
+        f, (0.15269001, -0.25523164, 0.26320367, -0.28403515, 0.33246714, -0.40002454, 0.50001642, -0.66666663)
     )
     exponent, square = e.astype(jnp.float32), f * f
     small = exponent * np.float32(-1.9046542e-9) + f * square * P
@@ -111,9 +110,7 @@ def normals(key: Array, step: Array, spans: Sequence[Spans], cipher_rounds: int 
         return []
     groups = [(r.starts[0][:, None] + jnp.arange(r.reach, dtype=jnp.uint32)).reshape(-1) for r in spans]
     tensors = [np.full(len(g), r.tensor, np.uint32) for g, r in zip(groups, spans, strict=True)]
-    z = box_muller(
-        words(key, step, jnp.asarray(np.concatenate(tensors)), jnp.concatenate(groups), cipher_rounds)
-    )
+    z = box_muller(words(key, step, jnp.asarray(np.concatenate(tensors)), jnp.concatenate(groups), cipher_rounds))
     ends = np.cumsum([len(g) for g in groups])
     parts = [z[end - len(g) : end] for end, g in zip(ends, groups, strict=True)]
     return [_cut(part, r) for part, r in zip(parts, spans, strict=True)]

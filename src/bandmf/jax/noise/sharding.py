@@ -132,9 +132,7 @@ def as_written(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
     cut = [tuple(name for name in axes if mesh.shape[name] > least) for axes in axes_of(spec)]
     while cut and not cut[-1]:
         cut.pop()
-    return PartitionSpec(
-        *[None if not several else several[0] if len(several) == 1 else several for several in cut]
-    )
+    return PartitionSpec(*[None if not several else several[0] if len(several) == 1 else several for several in cut])
 
 
 def flat_layout(leaf: Any, shape: Shape, mesh: Mesh) -> Layout:

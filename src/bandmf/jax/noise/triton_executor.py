@@ -65,9 +65,7 @@ class StepNumbers(NamedTuple):
     matrix: Array  # of that pass, padded
 
 
-def step_numbers(
-    schedule: Schedule, table: Table, step: Array, refreshed: Array, lookahead: int
-) -> StepNumbers:
+def step_numbers(schedule: Schedule, table: Table, step: Array, refreshed: Array, lookahead: int) -> StepNumbers:
     """All of it, from the coefficients of the strategy; `lookahead` is the schedule's, or 1 to read all history."""
     row = _row(table, step)
     feeds = jnp.where(step < schedule.steps, table.feeds[row], jnp.nan)  # NaN past the last step

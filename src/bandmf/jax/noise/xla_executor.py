@@ -23,12 +23,7 @@ class XlaExecutor:
         self._schedule, self._cipher_rounds = schedule, cipher_rounds
 
     def advance(
-        self,
-        layouts: Mapping[str, Layout],
-        vectors: Vectors,
-        gradients: Mapping[str, Array],
-        scale: Array,
-        key: Array,
+        self, layouts: Mapping[str, Layout], vectors: Vectors, gradients: Mapping[str, Array], scale: Array, key: Array
     ) -> tuple[dict[str, Array], Vectors]:
         """See Executor."""
         feeds, weights = self._coefficients(vectors)
@@ -38,9 +33,7 @@ class XlaExecutor:
             y, history[name] = self._advance(vectors.step, newest[name], drawn[name], weights, past)
             gradient, noise = gradients[name], layouts[name].to_gradient(y)
             wide = jnp.promote_types(gradient.dtype, jnp.float32)
-            noisy[name] = (gradient.astype(wide) + scale.astype(wide) * noise.astype(wide)).astype(
-                gradient.dtype
-            )
+            noisy[name] = (gradient.astype(wide) + scale.astype(wide) * noise.astype(wide)).astype(gradient.dtype)
         return noisy, vectors._replace(step=vectors.step + 1, history=history)
 
     def _coefficients(self, vectors: Vectors) -> tuple[Array, Array]:
@@ -70,9 +63,7 @@ class XlaExecutor:
             return newest, fed(0, newest)
         return newest, lax.fori_loop(first, len(feeds), more, fed(0, newest))
 
-    def _advance(
-        self, step: Array, newest: Array, white: Array, weights: Array, history: Array
-    ) -> tuple[Array, Array]:
+    def _advance(self, step: Array, newest: Array, white: Array, weights: Array, history: Array) -> tuple[Array, Array]:
         """y and the next history."""
         slots, recurrence = self._schedule.slots, self._schedule.recurrence
         if slots == 0:

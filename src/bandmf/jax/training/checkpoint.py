@@ -137,10 +137,7 @@ def _check_same(contents: dict[str, Any], arrays: dict[str, Any], history: dict[
         # A history that lies flat may have another padding, on another mesh.
         if len(saved) != leaf.ndim or (name in arrays and saved != leaf.shape):
             raise _check.fail(
-                f"shape of {name}",
-                leaf.shape,
-                f"the checkpoint has {saved}",
-                "give init weights of these shapes",
+                f"shape of {name}", leaf.shape, f"the checkpoint has {saved}", "give init weights of these shapes"
             )
         if name in arrays and kinds[name] != str(leaf.dtype):
             raise _check.fail(

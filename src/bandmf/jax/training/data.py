@@ -22,10 +22,7 @@ from bandmf.randomness.key import Key
 from bandmf.randomness.stream import Indices
 
 Array = jax.Array
-_USUAL, _MOST = (
-    2,
-    5,
-)  # standard deviations of the batch size: that one turn, and that all turns, have room for
+_USUAL, _MOST = (2, 5)  # standard deviations of the batch size: that one turn, and that all turns, have room for
 
 
 class Rows(NamedTuple):
@@ -42,9 +39,7 @@ class Source:
     an index; or a function from an array of indices to such a pytree of just these.
     """
 
-    def __init__(
-        self, data: Any, plan: Plan, micro_batch: int | None, sharding: NamedSharding | None
-    ) -> None:
+    def __init__(self, data: Any, plan: Plan, micro_batch: int | None, sharding: NamedSharding | None) -> None:
         self._sharding = None if sharding is None else checked_sharding(sharding)
         self._share = 1 if sharding is None else _shares(sharding)
         self._loader = Loader(data, plan.examples)

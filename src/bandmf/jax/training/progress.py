@@ -33,9 +33,7 @@ class Progress:
         self.taken = step
         if due and not self.warned and not bool(np.asarray(_finite(weights))):
             self.warned = True
-            log.warning(
-                "step %d: weights are not finite any more; lower the learning rate, or look at the loss", step
-            )
+            log.warning("step %d: weights are not finite any more; lower the learning rate, or look at the loss", step)
 
     def end(self) -> None:
         if not self.closed and 0 < self.taken < self.steps:

@@ -67,9 +67,7 @@ class Parts:
     def join(self, trained: Any, frozen: list[Any]) -> Any:
         """The weights again, in a tree of their own."""
         moving, still = iter(jax.tree.leaves(trained)), iter(frozen)
-        return jax.tree.unflatten(
-            self._structure, [next(moving if chosen else still) for chosen in self._is_trained]
-        )
+        return jax.tree.unflatten(self._structure, [next(moving if chosen else still) for chosen in self._is_trained])
 
 
 def _flags(weights: Any, trainable: Any) -> list[bool]:

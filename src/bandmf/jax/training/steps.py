@@ -91,9 +91,7 @@ class Programs:
             self.advance.trace(total, held, noise_key)
             self._is_checked = True
 
-    def _clip(
-        self, trained: Any, frozen: list[Any], rows: Rows, step: Array, secrets: Secrets
-    ) -> tuple[Any, Array]:
+    def _clip(self, trained: Any, frozen: list[Any], rows: Rows, step: Array, secrets: Secrets) -> tuple[Any, Array]:
         """The sum of a batch, and its words for the host."""
         total = self._summed(trained, frozen, jax.tree.map(lambda leaf: leaf[0], rows), step, secrets.draws)
         return total, _digest(total, secrets.seeds, self.is_cut)
@@ -101,9 +99,7 @@ class Programs:
     def _advance(self, total: Any, held: Held, noise_key: Array) -> Held:
         """The noise is added, the optimizer takes its step."""
         noisy, noise = self._engine.add(held.noise, total, self._scale, noise_key)
-        mean = jax.tree.map(
-            lambda leaf, weight: (leaf / self._batch_size).astype(weight.dtype), noisy, held.trained
-        )
+        mean = jax.tree.map(lambda leaf, weight: (leaf / self._batch_size).astype(weight.dtype), noisy, held.trained)
         updates, optimizer = self._optimizer.update(mean, held.optimizer, held.trained)
         trained = optax.apply_updates(held.trained, updates)
         return Held(_typed(trained, held.trained), _typed(optimizer, held.optimizer), noise)
@@ -128,21 +124,15 @@ class Programs:
             return summed(0)
         nothing = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), trained)
         turns = (rows.places >= 0).any(axis=1).sum()
-        return together(
-            lax.fori_loop(0, turns, lambda turn, sums: added(sums, summed(turn)), Sums(nothing, nothing))
-        )
+        return together(lax.fori_loop(0, turns, lambda turn, sums: added(sums, summed(turn)), Sums(nothing, nothing)))
 
     # --- several steps at once ----------------------------------------------------------------------------
 
-    def _scan(
-        self, held: Held, frozen: list[Any], rows: Rows, step: Array, secrets: Secrets
-    ) -> tuple[Held, Array]:
+    def _scan(self, held: Held, frozen: list[Any], rows: Rows, step: Array, secrets: Secrets) -> tuple[Held, Array]:
         def one(held: Held, given: tuple[Rows, Array]) -> tuple[Held, Array]:
             own, ahead = given
             # One sum for both: compilers may compute again what is used twice.
-            total = lax.optimization_barrier(
-                self._summed(held.trained, frozen, own, step + ahead, secrets.draws)
-            )
+            total = lax.optimization_barrier(self._summed(held.trained, frozen, own, step + ahead, secrets.draws))
             digested = _digest(total, secrets.seeds, self.is_cut)
             return self._advance(total, held, secrets.noise), digested
 
@@ -153,9 +143,7 @@ class Programs:
         if getattr(jax.config, "jax_disable_jit", False):
             raise RuntimeError("jax_disable_jit=True: at_once > 1 is one compiled program; use at_once=1")
         leaves, structure = jax.tree.flatten(given)
-        kinds = tuple(
-            (np.shape(leaf), jnp.result_type(leaf), getattr(leaf, "sharding", None)) for leaf in leaves
-        )
+        kinds = tuple((np.shape(leaf), jnp.result_type(leaf), getattr(leaf, "sharding", None)) for leaf in leaves)
         if (structure, kinds) not in self._chunks:
             places = None if self._places is None else (self._places, None)
             traced = jax.jit(self._scan, donate_argnums=0, out_shardings=places).trace(*given)
@@ -189,12 +177,7 @@ def _typed(after: Any, before: Any) -> Any:
 def _identity(text: str, program: Any) -> bytes:
     """The digest of a program's text, of constants, which some settings of JAX leave out of it, and of what runs it."""
     device = jax.devices()[0]
-    machine = (
-        jax.__version__,
-        device.client.platform_version,
-        device.device_kind,
-        os.environ.get("XLA_FLAGS"),
-    )
+    machine = (jax.__version__, device.client.platform_version, device.device_kind, os.environ.get("XLA_FLAGS"))
     result = hashlib.sha256(f"{machine}\n{text}".encode())
     for value in constants(program):
         array = np.asarray(as_words(value))

@@ -40,9 +40,7 @@ from bandmf.sampling import sampler_of
 log = logging.getLogger("bandmf")
 
 _NO_KEY = Key(bytes(32))  # of the engine, whose key comes with every call
-_TOGETHER = (
-    "they train one model: begin with the same weights, and give Training a sharding that cuts the rows"
-)
+_TOGETHER = "they train one model: begin with the same weights, and give Training a sharding that cuts the rows"
 
 
 class Training:
@@ -153,9 +151,7 @@ class Training:
         restored = None if checkpoints is None else checkpoints.restore(held)
         held = held if restored is None else restored
         self._parts = parts
-        self._programs = Programs(
-            self._loss, self._optimizer, self._engine, self.plan, self._clip_norm, parts, held
-        )
+        self._programs = Programs(self._loss, self._optimizer, self._engine, self.plan, self._clip_norm, parts, held)
         if self._programs.is_cut:
             given = held.trained, self._frozen
             self._check_alike(self._programs.digest_of_inputs(given, self._secrets.seeds), "weights")
@@ -265,9 +261,7 @@ class Training:
         seen = digests(words)
         self._same_everywhere("digest of the sum", seen, _TOGETHER)
         assert self._held is not None
-        return [
-            each + self._held.noise.provenance.dumps().encode() for each in seen
-        ]  # names decide the noise, too
+        return [each + self._held.noise.provenance.dumps().encode() for each in seen]  # names decide the noise, too
 
     def _check_current(self, state: State) -> None:
         """Fail where the state is not the last one, as it was handed out, or the weights are not."""
@@ -277,9 +271,7 @@ class Training:
             way = "construct Training again with this folder: it goes on from its last checkpoint"
             if self.folder is None:
                 way = "without a folder it cannot go on; what it has released is spent"
-            raise RuntimeError(
-                f"step={self._lost + 1}: was released, but an error kept it from the weights; {way}"
-            )
+            raise RuntimeError(f"step={self._lost + 1}: was released, but an error kept it from the weights; {way}")
         if self._held is None or state is not self._state:
             raise RuntimeError(
                 "state: is not the last one; an item is valid until the next is asked for: begin with "
@@ -300,9 +292,7 @@ class Training:
         """Refuse processes that would train differently. Values are not shown: some tell who is in a batch."""
         for rank, other in enumerate(self._processes.gather(value)):
             if other != value:
-                raise ValueError(
-                    f"{name}: process {rank} has another than process {self._processes.rank}; {remedy}"
-                )
+                raise ValueError(f"{name}: process {rank} has another than process {self._processes.rank}; {remedy}")
 
     def _on_ledger(self, action: Callable[[Ledger], Any]) -> Any:
         """What process 0 does with the ledger; its result comes to every process."""

@@ -35,19 +35,11 @@ from bandmf.optimize.buffered import (
 )
 from bandmf.optimize.objectives import Objective
 from bandmf.optimize.toeplitz import aggregate
-from bandmf.strategies import (
-    BandedInverse,
-    BandedToeplitz,
-    BufferedToeplitz,
-    Strategy,
-    banded_inverse_square_root,
-)
+from bandmf.strategies import BandedInverse, BandedToeplitz, BufferedToeplitz, Strategy, banded_inverse_square_root
 from bandmf.strategies.square_root import square_root_coefficients
 from bandmf.workloads import Workload
 
-_FAINT = (
-    1e-6  # a coefficient that a shorter start does not have: small, but not so small that it has no slope
-)
+_FAINT = 1e-6  # a coefficient that a shorter start does not have: small, but not so small that it has no slope
 
 _DECAYS_NO_MORE = 1e3  # times n: a buffer that loses less than one part in this during the run
 
@@ -86,17 +78,11 @@ def family_named(name: str, size: int, workload: Workload, objective: str) -> Fa
     name = _check.choice("family", name, ("banded-inverse", "blt", "banded"))
     if name == "blt":
         if not workload.is_prefix:
-            raise ValueError(
-                "workload: a BLT is optimized for prefix sums only; leave it out, or use another family"
-            )
+            raise ValueError("workload: a BLT is optimized for prefix sums only; leave it out, or use another family")
         return BufferedFamily(_check.whole("size", size, 1, MOST_BUFFERS), workload.steps, largest)
     arguments.require_toeplitz(workload, normalized=False)
     size = _check.whole("size", size, 1, workload.steps, f"steps={workload.steps}")
-    return (
-        InverseFamily(size, workload, largest)
-        if name == "banded-inverse"
-        else BandedFamily(size, workload, largest)
-    )
+    return InverseFamily(size, workload, largest) if name == "banded-inverse" else BandedFamily(size, workload, largest)
 
 
 def _refuse(strategy: Strategy, kind: type[Strategy]) -> ValueError:
@@ -167,18 +153,13 @@ class BufferedFamily:
 
     def starts(self) -> list[FloatArray]:
         ranges = [(low / (self.steps + 10), high) for low in (0.5, 5.0) for high in (0.3, 0.8, 0.99)]
-        return [
-            self._unbounded(np.linspace(math.log(low), math.log(high), 2 * self.buffers))
-            for low, high in ranges
-        ]
+        return [self._unbounded(np.linspace(math.log(low), math.log(high), 2 * self.buffers)) for low, high in ranges]
 
     def unknowns(self, strategy: Strategy) -> FloatArray:
         if not isinstance(strategy, BufferedToeplitz):
             raise _refuse(strategy, BufferedToeplitz)
         if strategy.buffers != self.buffers or np.any(strategy.scales < 0) or np.any(strategy.decays < 0):
-            raise _check.fail(
-                "start", strategy, f"must have size={self.buffers} buffers, without negative scales"
-            )
+            raise _check.fail("start", strategy, f"must have size={self.buffers} buffers, without negative scales")
         # C^-1 decays by the eigenvalues of diag(decays) - 1 scales'; this has the same, and is symmetric.
         root = np.sqrt(strategy.scales)
         inverse_decays = np.linalg.eigvalsh(np.diag(strategy.decays) - np.outer(root, root))
@@ -239,9 +220,7 @@ class BandedFamily:
     def unknowns(self, strategy: Strategy) -> FloatArray:
         given = strategy.toeplitz()
         if given is None:
-            raise _check.fail(
-                "start", strategy, "must be Toeplitz, without normalized columns", "leave it out"
-            )
+            raise _check.fail("start", strategy, "must be Toeplitz, without normalized columns", "leave it out")
         theta = np.full(self.bands, _FAINT)
         shared = min(len(given), self.bands)
         theta[:shared] = np.maximum(given[:shared] / given[0], _FAINT)

@@ -126,9 +126,7 @@ def _checked(found: Estimate, cycle: int) -> tuple[float, FloatArray]:
     """sigma and T, if they can be what the search needs."""
     sigma = _check.real("sigma of the estimator", found.sigma, 0, open_low=True)
     if found.posterior is None:
-        raise ValueError(
-            "posterior of the estimator: there is none; ask for it (functools.partial, posterior=True)"
-        )
+        raise ValueError("posterior of the estimator: there is none; ask for it (functools.partial, posterior=True)")
     T = _check.array("posterior of the estimator", found.posterior, 2)
     if T.shape != (cycle, cycle) or T.min() < 0 or not T.max() > 0:
         raise ValueError(
@@ -161,14 +159,7 @@ class _Known:
 class _Search:
     """The members seen so far, and the model that follows from them."""
 
-    def __init__(
-        self,
-        family: Family,
-        cycle: int,
-        epsilon: float,
-        delta: float,
-        estimate: Estimator,
-    ) -> None:
+    def __init__(self, family: Family, cycle: int, epsilon: float, delta: float, estimate: Estimator) -> None:
         self.family, self.cycle, self.budget, self.estimate = family, cycle, (epsilon, delta), estimate
         self.starts, self.known, self.model = family.starts(), list[_Known](), Model(family, [])
         self.promised, self.iterations = -math.inf, 0
@@ -184,10 +175,7 @@ class _Search:
         while True:
             best, last = self.best, self.known[-1]
             found = self.model.minimize([best.x, *([] if last is best else [last.x]), *self.starts])
-            lowest, self.starts = (
-                found[0],
-                [descent.x for descent in found],
-            )  # other minima may become the lowest
+            lowest, self.starts = (found[0], [descent.x for descent in found])  # other minima may become the lowest
             self.promised = lowest.loss
             self.iterations += sum(descent.iterations for descent in found)
             judged = self.model.value(best.x)

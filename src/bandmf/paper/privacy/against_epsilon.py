@@ -43,8 +43,7 @@ def best_everywhere(table: Table) -> Verdict:
     }
     least = {epsilon: min(others, key=others.__getitem__) for epsilon, others in rest.items()}
     number = "next: " + ", ".join(
-        f"{least[epsilon]} {rest[epsilon][least[epsilon]]:.3f}x at epsilon {epsilon:g}"
-        for epsilon in epsilons
+        f"{least[epsilon]} {rest[epsilon][least[epsilon]]:.3f}x at epsilon {epsilon:g}" for epsilon in epsilons
     )
     below = [epsilon for epsilon in epsilons if rest[epsilon][least[epsilon]] < 1]
     level = [epsilon for epsilon in epsilons if rest[epsilon][least[epsilon]] == 1]

@@ -17,9 +17,7 @@ EPOCHS, STEPS, MOST_STEPS = 8, 8192, 100_000  # one is fixed where the other var
 
 def points(quick: bool) -> list[Point]:
     middle, all_steps, most_epochs = (
-        (32, [32, 64], 8)
-        if quick
-        else (STEPS, [1024, 2048, 4096, 8192, 16384, 32768, 65536, MOST_STEPS], 256)
+        (32, [32, 64], 8) if quick else (STEPS, [1024, 2048, 4096, 8192, 16384, 32768, 65536, MOST_STEPS], 256)
     )
     found = mechanisms.banded_points(middle, 1, most_epochs)
     for epochs in grid.powers_of_two(most_epochs):
@@ -48,9 +46,7 @@ def with_steps(table: Table) -> Verdict:
     if not full_size(table):
         return not_judged
     rivals = {steps: mechanisms.next_best(at(table, steps, EPOCHS)) for steps in table.values("steps")}
-    number = "next best: " + ", ".join(
-        f"{name} {ratio:.3f}x at {steps:,}" for steps, (name, ratio) in rivals.items()
-    )
+    number = "next best: " + ", ".join(f"{name} {ratio:.3f}x at {steps:,}" for steps, (name, ratio) in rivals.items())
     values = [ratio for _, ratio in rivals.values()]
     if all(a < b for a, b in pairwise(values)):
         return Verdict("holds", number)
@@ -63,9 +59,7 @@ def at_most_steps(table: Table) -> Verdict:
         return not_judged
     name, ratio = mechanisms.next_best(at(table, MOST_STEPS, EPOCHS))
     of_theirs, of_ours = 1 - 1 / ratio, ratio - 1
-    number = (
-        f"at 100,000 steps BandMF has {of_theirs:.1%} less RMSE than {name}, which has {of_ours:.1%} more"
-    )
+    number = f"at 100,000 steps BandMF has {of_theirs:.1%} less RMSE than {name}, which has {of_ours:.1%} more"
     if 0.23 <= of_theirs <= 0.27:
         return Verdict("holds", number)
     if 0.23 <= of_ours <= 0.27:
@@ -130,9 +124,7 @@ def draw(table: Table) -> Figure:
     left.set_title(f"{EPOCHS} epochs, epsilon {EPSILON:g}")
     right.set_title(f"{middle:,} steps, epsilon {EPSILON:g}")
     if len(all_steps) > 4:
-        left.set_xticks(
-            all_steps, [f"{steps // 1000}k" if steps % 1000 == 0 else str(steps) for steps in all_steps]
-        )
+        left.set_xticks(all_steps, [f"{steps // 1000}k" if steps % 1000 == 0 else str(steps) for steps in all_steps])
         left.tick_params(axis="x", labelrotation=45)
     return figure
 

@@ -76,8 +76,7 @@ def degrades_gracefully(table: Table) -> Verdict:
     )
     right = few[1] < few[0] and many[1] > many[0]
     best = all(
-        amplified(table, k, 1) <= min(dpsgd(table, k, 1), unamplified(table, k, 1))
-        for k in table.values("epochs")
+        amplified(table, k, 1) <= min(dpsgd(table, k, 1), unamplified(table, k, 1)) for k in table.values("epochs")
     )
     graceful = few[2] / many[2] < few[1] / many[1] < few[0] / many[0]
     if right and best and graceful:
@@ -98,11 +97,7 @@ def below(table: Table, epochs: int, epsilon: float, limit: float) -> Verdict:
         return not_judged
     ratio = amplified(table, epochs, epsilon)
     number = f"{ratio:.4f} times full-batch DP-SGD with {epochs} epochs at epsilon {epsilon:g}"
-    return (
-        Verdict("holds", number)
-        if ratio < limit
-        else Verdict("does not hold", number, f"not below {limit:g}")
-    )
+    return Verdict("holds", number) if ratio < limit else Verdict("does not hold", number, f"not below {limit:g}")
 
 
 def falls_with_epochs(table: Table) -> Verdict:
@@ -117,8 +112,7 @@ def falls_with_epochs(table: Table) -> Verdict:
             if not falls or after["bands"] > before["bands"]:
                 broken.append(f"epsilon {epsilon:g}, {few} to {many} epochs")
     number = "best bands with 1, 8 and 64 epochs: " + "; ".join(
-        ", ".join(str(grid.amplified(table, k, epsilon)["bands"]) for k in (1, 8, 64))
-        + f" at epsilon {epsilon:g}"
+        ", ".join(str(grid.amplified(table, k, epsilon)["bands"]) for k in (1, 8, 64)) + f" at epsilon {epsilon:g}"
         for epsilon in EPSILONS
     )
     return Verdict("does not hold", number, "; ".join(broken)) if broken else Verdict("holds", number)
@@ -162,12 +156,7 @@ def draw(table: Table) -> Figure:
     for axis, epsilon in zip(axes, EPSILONS, strict=True):
         draw_epsilon(axis, table.where(epsilon=epsilon), epsilon)
     axes[1].legend(
-        frameon=False,
-        fontsize=9,
-        title="epochs",
-        bbox_to_anchor=(1.01, 1),
-        loc="upper left",
-        labelspacing=0.3,
+        frameon=False, fontsize=9, title="epochs", bbox_to_anchor=(1.01, 1), loc="upper left", labelspacing=0.3
     )
     return figure
 

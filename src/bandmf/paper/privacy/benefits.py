@@ -61,9 +61,7 @@ def fifteen_percent(table: Table) -> Verdict:
     )
     falling = all(a[1] > b[1] for a, b in pairwise(found.values()))
     if not (falling and 0.13 <= found[8][1] - 1 <= 0.17):
-        return Verdict(
-            "does not hold", number, "not 13 to 17 percent at epsilon 8, or less at a smaller epsilon"
-        )
+        return Verdict("does not hold", number, "not 13 to 17 percent at epsilon 8, or less at a smaller epsilon")
     few = [k for k in table.values("epochs") if of_amplification(table, k, 8) < 1.10 and k < found[8][0]]
     if not few:
         return Verdict("holds", number)
@@ -111,9 +109,7 @@ def nine_times(table: Table) -> Verdict:
     """The largest is about 9: 8.5 to 9.5. More than that bears the claim out, with a remark."""
     if not full_size(table):
         return not_judged
-    value = {
-        (e, k): of_correlation(table, k, e) for e in table.values("epsilon") for k in table.values("epochs")
-    }
+    value = {(e, k): of_correlation(table, k, e) for e in table.values("epsilon") for k in table.values("epochs")}
     e, k = max(value, key=value.__getitem__)
     number = f"{value[e, k]:.1f}x at epsilon {e:g} with {k} epoch{'s' * (k > 1)}"
     if 8.5 <= value[e, k] <= 9.5:
@@ -121,9 +117,7 @@ def nine_times(table: Table) -> Verdict:
     if value[e, k] < 8.5:
         return Verdict("does not hold", number, "less than 8.5")
     near = ", ".join(
-        f"{x:.1f}x at epsilon {e:g} with {k} epoch{'s' * (k > 1)}"
-        for (e, k), x in value.items()
-        if 8.5 <= x <= 9.5
+        f"{x:.1f}x at epsilon {e:g} with {k} epoch{'s' * (k > 1)}" for (e, k), x in value.items() if 8.5 <= x <= 9.5
     )
     return Verdict("holds with a remark", number, f"more than the paper says; near 9 are {near or 'none'}")
 
@@ -133,10 +127,7 @@ def many_epochs(table: Table) -> Verdict:
     if not full_size(table):
         return not_judged
     ends = {
-        e: [
-            grid.over_full_batch(table, of(table, 512, e), 512, e)
-            for of in (grid.independent, grid.unamplified)
-        ]
+        e: [grid.over_full_batch(table, of(table, 512, e), 512, e) for of in (grid.independent, grid.unamplified)]
         for e in table.values("epsilon")
     }
     number = "above full batches with 512 epochs (DP-SGD, unamplified): " + ", ".join(

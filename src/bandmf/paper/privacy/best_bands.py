@@ -54,11 +54,7 @@ def monotone(table: Table) -> Verdict:
     number = "best bands: " + ", ".join(
         f"{best(table, k, e)} (epsilon {e:g}, {k} epoch{'s' * (k > 1)})" for k, e in corners
     )
-    return (
-        Verdict("does not hold", number, "; ".join(rises + falls))
-        if rises + falls
-        else Verdict("holds", number)
-    )
+    return Verdict("does not hold", number, "; ".join(rises + falls)) if rises + falls else Verdict("holds", number)
 
 
 def interior(table: Table) -> list[tuple[float, int, int]]:
@@ -82,9 +78,7 @@ def linear(table: Table) -> Verdict:
     if not full_size(table):
         return not_judged
     factor, by_epsilon, by_epochs = fit(table)
-    number = (
-        f"bands = {factor:.2f} sqrt(n) epsilon^{by_epsilon:.2f} / k^{by_epochs:.2f}, fitted between the ends"
-    )
+    number = f"bands = {factor:.2f} sqrt(n) epsilon^{by_epsilon:.2f} / k^{by_epochs:.2f}, fitted between the ends"
     if 0.75 <= by_epsilon <= 1.25 and 0.75 <= by_epochs <= 1.25:
         return Verdict("holds", number)
     return Verdict("does not hold", number, "a power is outside 0.75 to 1.25")
@@ -136,9 +130,7 @@ def capped(table: Table) -> Verdict:
     shown = [b for b in (2, 8, 32, 128) if b in gains] + [most]
     number = "DP-SGD's RMSE over BandMF's: " + ", ".join(f"{gains[b]:.2f}x with {b} bands" for b in shown)
     behind = [b for b, gain in gains.items() if gain <= 1]
-    return (
-        Verdict("does not hold", number, f"not with {behind} bands") if behind else Verdict("holds", number)
-    )
+    return Verdict("does not hold", number, f"not with {behind} bands") if behind else Verdict("holds", number)
 
 
 def draw(table: Table) -> Figure:
@@ -159,9 +151,7 @@ def draw(table: Table) -> Figure:
 
 EXPERIMENT = Experiment(
     name="best_bands",
-    note=(
-        "n = 4,096 steps, delta = 1e-8; bands are powers of two, as in the paper (within a factor of two)."
-    ),
+    note=("n = 4,096 steps, delta = 1e-8; bands are powers of two, as in the paper (within a factor of two)."),
     title="The best number of bands",
     place="Figure 2b",
     points=points,
@@ -175,17 +165,9 @@ EXPERIMENT = Experiment(
             monotone,
         ),
         Claim(
-            "best-bands-linear",
-            "It is roughly proportional to epsilon and inversely to epochs.",
-            "Section 4.2",
-            linear,
+            "best-bands-linear", "It is roughly proportional to epsilon and inversely to epochs.", "Section 4.2", linear
         ),
-        Claim(
-            "best-bands-rule-of-thumb",
-            "epsilon sqrt(n) / k bands are near-optimal.",
-            "Section 4.2",
-            rule_of_thumb,
-        ),
+        Claim("best-bands-rule-of-thumb", "epsilon sqrt(n) / k bands are near-optimal.", "Section 4.2", rule_of_thumb),
         Claim(
             "too-few-bands-beat-dpsgd",
             "Where the best number of bands is too large to use (one epoch, epsilon 16), fewer bands still beat "

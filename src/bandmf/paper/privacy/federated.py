@@ -38,18 +38,12 @@ def points(quick: bool) -> list[Point]:
     return banded + buffered
 
 
-def compute(
-    strategy: str, steps: int, smallest: int, largest: int, buffers: int = 0, made_for: int = 0
-) -> list[Row]:
+def compute(strategy: str, steps: int, smallest: int, largest: int, buffers: int = 0, made_for: int = 0) -> list[Row]:
     made = make(strategy, steps, smallest, largest, buffers, made_for)
     coefficients = made.columns(0, 1)[0][:largest]
     kind: Row = {"strategy": strategy, "buffers": buffers or None, "made_for": made_for or None}
     rows: list[Row] = [
-        {
-            **kind,
-            "separation": separation,
-            "rmse": rmse(made, participation=MinSeparation(PARTICIPATIONS, separation)),
-        }
+        {**kind, "separation": separation, "rmse": rmse(made, participation=MinSeparation(PARTICIPATIONS, separation))}
         for separation in range(smallest // 2, 2 * largest + 1, max(1, smallest // 20))
     ]
     for lag, value in enumerate(coefficients):
@@ -107,17 +101,13 @@ def below_blt(table: Table) -> Verdict:
     main = [blt(buffers, LARGEST) for buffers in BUFFERS]
     behind = {rival: exceptions(table, rival) for rival in main}
     ours, theirs = curve(table, HEURISTIC), curve(table, main[-1])
-    number = f"below {main[-1]} by " + ", ".join(
-        f"{1 - ours[s] / theirs[s]:.1%} at {s}" for s in (200, 300, 400)
-    )
+    number = f"below {main[-1]} by " + ", ".join(f"{1 - ours[s] / theirs[s]:.1%} at {s}" for s in (200, 300, 400))
     inside = {rival: [s for s in found if within(s)] for rival, found in behind.items()}
     if any(inside.values()):
         where = "; ".join(f"{rival}: {spans(found)}" for rival, found in inside.items() if found)
         return Verdict("does not hold", number, f"not below {where}")
     others = [blt(b, made_for) for b in BUFFERS for made_for in (SMALLEST, (SMALLEST + LARGEST) // 2)]
-    remarks = (
-        [f"outside 200 to 400 the BLT is better at {spans(behind[main[-1]])}"] if behind[main[-1]] else []
-    )
+    remarks = [f"outside 200 to 400 the BLT is better at {spans(behind[main[-1]])}"] if behind[main[-1]] else []
     better: dict[str, list[str]] = {}
     for rival in others:
         if found := [s for s in exceptions(table, rival) if within(s)]:
@@ -177,11 +167,7 @@ def blt_decays(table: Table) -> Verdict:
     plain, faded, buffered = ends.values()
     number = f"from lag 200 to 398 the plain coefficients fall to {plain:.2f}, BLT's to {buffered:.2f}"
     number += f", the heuristic's to {faded:.3f} of their value"
-    return (
-        Verdict("holds", number)
-        if buffered < plain
-        else Verdict("does not hold", number, "BLT's fall less there")
-    )
+    return Verdict("holds", number) if buffered < plain else Verdict("does not hold", number, "BLT's fall less there")
 
 
 def small_differences(table: Table) -> Verdict:
@@ -204,12 +190,8 @@ def draw(table: Table) -> Figure:
     colors = {buffered: plots.color("BLT"), PLAIN: plots.color("BandMF"), HEURISTIC: plots.COLORS[2]}
     for name, color in colors.items():
         rows = Table(row for row in table.where(strategy=name) if row["lag"] is not None)
-        left.plot(
-            [lag + 1 for lag in rows.column("lag")], rows.column("coefficient"), color=color, label=name
-        )
-    left.set(
-        xscale="log", yscale="log", xlabel="index", ylabel="coefficient, over the first", title="Coefficients"
-    )
+        left.plot([lag + 1 for lag in rows.column("lag")], rows.column("coefficient"), color=color, label=name)
+    left.set(xscale="log", yscale="log", xlabel="index", ylabel="coefficient, over the first", title="Coefficients")
     decades = [place for place in (1, 10, 100) if place < largest]
     mechanisms.plain_ticks(left, [*decades, largest], [0.0001, 0.001, 0.01, 0.1, 1])
     left.legend(frameon=False, fontsize=9, loc="lower left")
@@ -267,11 +249,6 @@ EXPERIMENT = Experiment(
             "Appendix H",
             blt_decays,
         ),
-        Claim(
-            "federated-differences-small",
-            "The three differ little.",
-            "Appendix H",
-            small_differences,
-        ),
+        Claim("federated-differences-small", "The three differ little.", "Appendix H", small_differences),
     ),
 )

@@ -52,13 +52,7 @@ def best_banded(steps: int, epochs: int) -> Row:
     """The least error of any strategy with as many bands as an example stays away, without amplification."""
     found = optimize.banded(steps, steps // epochs, gap=2e-3)
     error = math.sqrt(epochs) * found.rmse
-    return {
-        "mechanism": "best banded",
-        "steps": steps,
-        "epochs": epochs,
-        "error": error,
-        "gap": found.optimality_gap,
-    }
+    return {"mechanism": "best banded", "steps": steps, "epochs": epochs, "error": error, "gap": found.optimality_gap}
 
 
 def compared(table: Table) -> Table:
@@ -115,17 +109,12 @@ def three_buffers(table: Table) -> Verdict:
     if not outside:
         return Verdict("holds", number)
     remark = f"outside 5 to 7.5 percent with {', '.join(map(str, outside))} epochs"
-    return Verdict(
-        "does not hold" if len(outside) > len(excess) / 2 else "holds with a remark", number, remark
-    )
+    return Verdict("does not hold" if len(outside) > len(excess) / 2 else "holds with a remark", number, remark)
 
 
 def ratios(table: Table, vectors: int) -> dict[tuple[float, int], float]:
     """RMSE of BandMF over BLT's with so much memory, by place."""
-    return {
-        (e, k): least(table, "BandMF", k, e, vectors) / least(table, "BLT", k, e, vectors)
-        for e, k in cells(table)
-    }
+    return {(e, k): least(table, "BandMF", k, e, vectors) / least(table, "BLT", k, e, vectors) for e, k in cells(table)}
 
 
 def same_memory(table: Table) -> Verdict:
@@ -134,9 +123,7 @@ def same_memory(table: Table) -> Verdict:
         return not_judged
     table = compared(table)
     ratio = ratios(table, FEW_BUFFERS)
-    ahead = {
-        e: sum(value < 1 for (at, _), value in ratio.items() if at == e) for e in table.values("epsilon")
-    }
+    ahead = {e: sum(value < 1 for (at, _), value in ratio.items() if at == e) for e in table.values("epsilon")}
     places = len(table.values("epochs"))
     number = "BandMF is ahead in " + ", ".join(
         f"{count} of {places} places at epsilon {e:g}" for e, count in ahead.items()
@@ -184,24 +171,15 @@ def draw_map(axis: Axes, table: Table) -> None:
         axis.text(column, row, text, ha="center", va="center", color=ink, fontsize=9)
     axis.set_xticks(range(len(epochs)), [str(k) for k in epochs])
     axis.set_yticks(range(len(epsilons)), [f"{e:g}" for e in epsilons])
-    axis.set(
-        xlabel="epochs", ylabel="epsilon", title="Vectors that BandMF needs to beat BLT (0: DP-SGD does)"
-    )
+    axis.set(xlabel="epochs", ylabel="epsilon", title="Vectors that BandMF needs to beat BLT (0: DP-SGD does)")
 
 
 def draw_curves(axis: Axes, table: Table) -> None:
     """Both with the same memory, one curve for each epsilon."""
     epsilons = table.values("epsilon")
-    memory = [
-        vectors
-        for vectors in table.where(mechanism="BandMF", epochs=SHOWN_EPOCHS).values("vectors")
-        if vectors
-    ]
+    memory = [vectors for vectors in table.where(mechanism="BandMF", epochs=SHOWN_EPOCHS).values("vectors") if vectors]
     for place, e in enumerate(epsilons):
-        ratios = [
-            least(table, "BandMF", SHOWN_EPOCHS, e, v) / least(table, "BLT", SHOWN_EPOCHS, e, v)
-            for v in memory
-        ]
+        ratios = [least(table, "BandMF", SHOWN_EPOCHS, e, v) / least(table, "BLT", SHOWN_EPOCHS, e, v) for v in memory]
         color = colormaps["viridis"](0.95 * place / (len(epsilons) - 1))
         axis.plot(memory, ratios, color=color, marker="o", markersize=3.5, label=f"{e:g}")
     axis.axhline(1, color="#777777", linestyle="--", linewidth=1)
@@ -213,10 +191,7 @@ def draw_curves(axis: Axes, table: Table) -> None:
 
 EXPERIMENT = Experiment(
     name="limited_memory",
-    note=(
-        "n = 16,384 steps, delta = 1e-8; b bands keep b - 1 vectors of the model's size, a BLT one for "
-        "each buffer."
-    ),
+    note=("n = 16,384 steps, delta = 1e-8; b bands keep b - 1 vectors of the model's size, a BLT one for each buffer."),
     title="With limited memory",
     place="beyond the paper",
     points=points,

@@ -46,22 +46,11 @@ def other_points(steps: int, epochs: int) -> list[Point]:
 
 
 def _point(mechanism: str, size: int | None, steps: int, fewest: int, most: int) -> Point:
-    return {
-        "mechanism": mechanism,
-        "size": size,
-        "steps": steps,
-        "fewest_epochs": fewest,
-        "most_epochs": most,
-    }
+    return {"mechanism": mechanism, "size": size, "steps": steps, "fewest_epochs": fewest, "most_epochs": most}
 
 
 def rows(
-    mechanism: str,
-    size: int | None,
-    steps: int,
-    fewest_epochs: int,
-    most_epochs: int,
-    epsilons: Sequence[float],
+    mechanism: str, size: int | None, steps: int, fewest_epochs: int, most_epochs: int, epsilons: Sequence[float]
 ) -> list[Row]:
     """The rows of a point: for every number of epochs and every epsilon."""
     epochs = [count for count in grid.powers_of_two(most_epochs) if count >= fewest_epochs]
@@ -71,9 +60,7 @@ def rows(
     return [row for count in epochs for row in _unsampled_rows(mechanism, size, steps, count, epsilons)]
 
 
-def _unsampled_rows(
-    mechanism: str, size: int | None, steps: int, epochs: int, epsilons: Sequence[float]
-) -> list[Row]:
+def _unsampled_rows(mechanism: str, size: int | None, steps: int, epochs: int, epsilons: Sequence[float]) -> list[Row]:
     """A mechanism without sampling: its error does not depend on epsilon."""
     participation = MinSeparation(epochs, steps // epochs)
     error = rmse(_strategy(mechanism, size, steps, epochs, participation), participation=participation)
@@ -92,9 +79,7 @@ def _unsampled_rows(
     ]
 
 
-def _strategy(
-    mechanism: str, size: int | None, steps: int, epochs: int, participation: MinSeparation
-) -> Strategy:
+def _strategy(mechanism: str, size: int | None, steps: int, epochs: int, participation: MinSeparation) -> Strategy:
     if mechanism == "BLT":
         assert size is not None
         return optimize.buffered_toeplitz(steps, size, participation=participation).strategy
@@ -110,11 +95,7 @@ def compared(table: Table, steps: int, epochs: int, epsilon: float) -> dict[str,
     """RMSE by mechanism, in the paper's order, each with its best number of bands or buffers."""
     here = table.where(steps=steps, epochs=epochs, epsilon=epsilon)
     banded = here.where(mechanism="BandMF")
-    of = {
-        "DP-SGD": banded.where(bands=1),
-        UNAMPLIFIED: banded.where(bands=steps // epochs),
-        OURS: banded,
-    }
+    of = {"DP-SGD": banded.where(bands=1), UNAMPLIFIED: banded.where(bands=steps // epochs), OURS: banded}
     found = {name: of.get(name, here.where(mechanism=name)) for name in NAMES}
     return {name: float(grid.least(rows)["rmse"]) for name, rows in found.items() if rows}
 

@@ -29,10 +29,7 @@ BANDS = 16  # of the figure
 STEPS = (64, 128, 256, 512, 1024, 4096, 16384, 65536, 131072, 10**6, 10**7)
 MOST_EXPLICIT, MOST_BANDED = 1024, 131072
 OTHERS = [(n, b) for n in (256, 1024, 4096, 16384) for b in (4, 8, 32, 64, 128)] + [(65536, 32)]
-PROOF, WEAKER = (
-    1e-3,
-    5e-3,
-)  # asked of the proofs, and of the longest; the truth is much closer: see "explicit-same"
+PROOF, WEAKER = (1e-3, 5e-3)  # asked of the proofs, and of the longest; the truth is much closer: see "explicit-same"
 LONG = 2**20  # entries of the band
 
 
@@ -168,8 +165,7 @@ def toeplitz_trend(table: Table) -> Verdict:
     if not by_bands and not by_steps:
         return Verdict("holds", number)
     where = "; ".join(
-        f"n={m[0]}, b={m[1]}: {values[m]:.2%}, then n={k[0]}, b={k[1]}: {values[k]:.2%}"
-        for m, k in by_bands + by_steps
+        f"n={m[0]}, b={m[1]}: {values[m]:.2%}, then n={k[0]}, b={k[1]}: {values[k]:.2%}" for m, k in by_bands + by_steps
     )
     wide = [k for m, k in by_bands + by_steps if 16 * k[1] <= k[0]]
     if wide:

@@ -36,9 +36,7 @@ def compute(steps: int, bands: int, objective: str, cutoff: int) -> list[Row]:
     best = optimize.banded_toeplitz(steps, bands, objective=objective, normalize_columns=False)
     row: Row = {"steps": steps, "bands": bands, "objective": objective, "cutoff": cutoff, "ratio": None}
     try:
-        found = optimize.banded_toeplitz(
-            steps, bands, objective=objective, normalize_columns=False, terms=cutoff
-        )
+        found = optimize.banded_toeplitz(steps, bands, objective=objective, normalize_columns=False, terms=cutoff)
     except ValueError:  # so early a cut-off does not see that the strategy it prefers never settles
         return [row]
     return [row | {"ratio": found.objective / best.objective}]

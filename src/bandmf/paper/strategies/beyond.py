@@ -164,9 +164,7 @@ def gradient_free(table: Table) -> Verdict:
     if losses[n, b] <= 0.01:
         return Verdict("holds", number)
     if few <= 0.01:
-        return Verdict(
-            "holds with a remark", number, "more than one percent with many bands beside the steps"
-        )
+        return Verdict("holds with a remark", number, "more than one percent with many bands beside the steps")
     return Verdict("does not hold", number, "more than one percent")
 
 

@@ -47,9 +47,7 @@ def bounded(table: Table) -> Verdict:
     Two ways to grow: with at least 16 steps for each band, and with as many bands as steps.
     """
     full = Table(row for row in table if row["steps"] == row["bands"])
-    wide = {
-        (r["steps"] // r["bands"], r["bands"]): _constant(r) for r in table if r["steps"] >= 16 * r["bands"]
-    }
+    wide = {(r["steps"] // r["bands"], r["bands"]): _constant(r) for r in table if r["steps"] >= 16 * r["bands"]}
     if len(full) < len(FULL):
         return not_judged
     number = f"RMSE / sqrt(n log b / b) at most {max(wide.values()):.2f} for n >= 16 b, falling with n and b"

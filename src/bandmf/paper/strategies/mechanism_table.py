@@ -95,10 +95,7 @@ def compute(what: str, steps: int, mechanism: str = "", epochs: int = 0, epsilon
     if what == "compare":
         found = compare(epsilon=epsilon, delta=DELTA, steps=steps, epochs=epochs)
         shared: Row = {"what": what, "steps": steps, "epochs": epochs, "epsilon": epsilon}
-        return [
-            shared | {"mechanism": COMPARED.get(row.mechanism, row.mechanism), "ratio": row.ratio}
-            for row in found
-        ]
+        return [shared | {"mechanism": COMPARED.get(row.mechanism, row.mechanism), "ratio": row.ratio} for row in found]
     bands = _planned_bands(steps) if what == "planned" else 64
     start = time.perf_counter()
     strategy = makers(steps, min(bands, steps))[mechanism]()
@@ -111,12 +108,7 @@ def _planned_bands(steps: int) -> int:
     """As many as the planner chooses."""
     examples = steps * BATCH // EPOCHS
     cyclic = plan(
-        epsilon=EPSILON,
-        delta=DELTA,
-        examples=examples,
-        batch_size=BATCH,
-        steps=steps,
-        sampling="cyclic-poisson",
+        epsilon=EPSILON, delta=DELTA, examples=examples, batch_size=BATCH, steps=steps, sampling="cyclic-poisson"
     )
     return cyclic.bands
 
@@ -198,9 +190,7 @@ def _about_bands(table: Table) -> str:
 
 def _about_ties(table: Table) -> str:
     tied = {place: names for place, names in winners(table).items() if len(names) > 1}
-    told = "; ".join(
-        f"{' and '.join(names)} at n={n}, k={k}, epsilon={e:g}" for (n, k, e), names in tied.items()
-    )
+    told = "; ".join(f"{' and '.join(names)} at n={n}, k={k}, epsilon={e:g}" for (n, k, e), names in tied.items())
     return f"strictly optimal, that is; equally good, with one band: {told}" if told else ""
 
 

@@ -107,9 +107,7 @@ def hundreds(table: Table) -> Verdict:
     if row["bytes"] >= 200e9:
         return Verdict("holds", number)
     larger = table.where(case="1B, one machine").one("bytes")
-    remark = (
-        f"where the stated range begins it is tens; {larger / 1e9:,.0f} GB at 10^9 parameters and 256 bands"
-    )
+    remark = f"where the stated range begins it is tens; {larger / 1e9:,.0f} GB at 10^9 parameters and 256 bands"
     if larger >= 200e9:
         return Verdict("holds with a remark", number, remark)
     return Verdict("does not hold", number, remark)

@@ -67,9 +67,7 @@ def fine(table: Table) -> Verdict:
     )
     loose = max(row["proved_gap"] for row in table)
     remark += f"; the strategies compared with are proved to within {loose:.0%}, so it may be more"
-    return Verdict(
-        "holds with a remark" if max(few.values()) <= 2 * FINE else "does not hold", number, remark
-    )
+    return Verdict("holds with a remark" if max(few.values()) <= 2 * FINE else "does not hold", number, remark)
 
 
 def _few(losses: dict[tuple[int, int], float]) -> list[float]:

@@ -28,9 +28,7 @@ def compute(steps: int, bands: int) -> list[Row]:
 
 def excellent(table: Table) -> Verdict:
     """Many steps: at least 64 for each band. Excellent: at most one percent more error."""
-    many = {
-        (row["steps"], row["bands"]): row["ratio"] - 1 for row in table if row["steps"] >= MANY * row["bands"]
-    }
+    many = {(row["steps"], row["bands"]): row["ratio"] - 1 for row in table if row["steps"] >= MANY * row["bands"]}
     if {b for _, b in many} != set(BANDS):
         return not_judged
     over = {place: value for place, value in many.items() if value > EXCELLENT}
@@ -64,9 +62,7 @@ def draw(table: Table) -> Figure:
     figure, (axis,) = plots.panels(1, width=6.0)
     for bands in table.values("bands"):
         rows = table.where(bands=bands)
-        axis.plot(
-            rows.column("steps"), rows.column("ratio"), marker="o", markersize=4, label=f"{bands} bands"
-        )
+        axis.plot(rows.column("steps"), rows.column("ratio"), marker="o", markersize=4, label=f"{bands} bands")
     axis.set(xscale="log", xlabel="steps", ylabel="RMSE over the best Toeplitz strategy's")
     plain(axis, "x", table.column("steps"))
     axis.set_title("Coefficients 1/i + c, with the best c")

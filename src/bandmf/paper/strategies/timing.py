@@ -26,12 +26,7 @@ from bandmf.plots.ticks import plain
 EXPLICIT, STREAMED, BANDED, TOEPLITZ = "explicit", "streamed rows", "general banded", "Toeplitz"
 BANDS, LIMIT = 16, 60.0
 # Where the sizes start and, for want of memory, end.
-SIZES = {
-    EXPLICIT: (256, 4096),
-    STREAMED: (1024, 2**20),
-    BANDED: (1024, 2**20),
-    TOEPLITZ: (2**15, 2**25),
-}
+SIZES = {EXPLICIT: (256, 4096), STREAMED: (1024, 2**20), BANDED: (1024, 2**20), TOEPLITZ: (2**15, 2**25)}
 CPU, GPU = "CPU", "H200"
 
 Work = Callable[[], object]
@@ -233,10 +228,7 @@ def _curves(table: Table, families: tuple[str, ...]) -> dict[str, Table]:
     else:
         rows = table.where(family=families[0])
         found = {CPU: rows.where(machine=CPU)}
-        found |= {
-            f"{GPU} ({way})": rows.where(machine=GPU, way=way)
-            for way in rows.where(machine=GPU).values("way")
-        }
+        found |= {f"{GPU} ({way})": rows.where(machine=GPU, way=way) for way in rows.where(machine=GPU).values("way")}
     return {name: rows for name, rows in found.items() if rows}
 
 

@@ -72,9 +72,7 @@ def time_recursion(theta: list[float], steps: int, device: str, recursion: Recur
         return square * torch.stack(slope) + 2 * coefficients * error
 
     error, slope = loss()[1], gradient()
-    return Timed(
-        float(square * error), slope.tolist(), _seconds(loss, coefficients), _seconds(gradient, coefficients)
-    )
+    return Timed(float(square * error), slope.tolist(), _seconds(loss, coefficients), _seconds(gradient, coefficients))
 
 
 def _seconds(work: Callable[[], object], where: Tensor) -> float:

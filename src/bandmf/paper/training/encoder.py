@@ -59,9 +59,7 @@ class Layer(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.mix(x).chunk(3, dim=-1)
-        )
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.mix(x).chunk(3, dim=-1))
         found = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         x = self.norm1(x + self.out(found))
         return self.norm2(x + self.down(functional.gelu(self.up(x))))

@@ -14,17 +14,8 @@ from bandmf import plots
 from bandmf.paper.experiment import Claim, Experiment, Point, Verdict, not_judged
 from bandmf.paper.table import Row, Table
 from bandmf.paper.training import machines
-from bandmf.paper.training.learning_curves import (
-    BANDED,
-    BUFFERED,
-    OPTIMIZERS,
-    Curves,
-    curves_of,
-    judged,
-)
-from bandmf.paper.training.learning_curves import (
-    draw as draw_lines,
-)
+from bandmf.paper.training.learning_curves import BANDED, BUFFERED, OPTIMIZERS, Curves, curves_of, judged
+from bandmf.paper.training.learning_curves import draw as draw_lines
 
 VISIBLE = 0.05  # lines line up that are nowhere further apart than this part of the curve's height
 ERRORS = {"rmse": "RMSE", "max_error": "max error"}
@@ -76,9 +67,7 @@ def lines_up(curves: Curves, error: str) -> Finding:
     if gap <= VISIBLE * curves.height:
         return Finding(True, gap / curves.height, number, "")
     fewer = next(
-        names
-        for names in (BANDED[:count] for count in (3, 2, 1))
-        if apart(curves, names)[0] <= VISIBLE * curves.height
+        names for names in (BANDED[:count] for count in (3, 2, 1)) if apart(curves, names)[0] <= VISIBLE * curves.height
     )
     why = f"more than {VISIBLE:.0%} of the height"
     if len(fewer) > 1:

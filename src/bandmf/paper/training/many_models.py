@@ -119,9 +119,7 @@ class Training:
     seed: int
 
 
-def train(
-    training: Training, numbers: Tensor, noise_scales: Tensor, rates: Tensor, steps: int | None = None
-) -> Tensor:
+def train(training: Training, numbers: Tensor, noise_scales: Tensor, rates: Tensor, steps: int | None = None) -> Tensor:
     """The parameters of all models after training on the text `numbers`, (M, parameters).
 
     `noise_scales` are noise multiplier times sensitivity, in clip norms; with `rates`, one for each model.

@@ -70,9 +70,7 @@ def never_the_bottleneck(table: Table) -> Verdict:
     )
     slower = [batch for batch, cost in costs.items() if cost <= times[slowest]]
     if slower:
-        return Verdict(
-            "does not hold", number, f"noise takes longer than clipping up to batch {max(slower)}; {SETUP}"
-        )
+        return Verdict("does not hold", number, f"noise takes longer than clipping up to batch {max(slower)}; {SETUP}")
     return Verdict("holds with a remark", number, SETUP + on_cpu(table))
 
 
@@ -86,8 +84,7 @@ def orders_of_magnitude(table: Table) -> Verdict:
     _, times, costs = found
     ends = min(costs), max(costs)
     number = "clipping over noise: " + "; ".join(
-        f"{bands} bands, "
-        + " to ".join(f"{costs[batch] / times[bands]:.3g} times (batch {batch})" for batch in ends)
+        f"{bands} bands, " + " to ".join(f"{costs[batch] / times[bands]:.3g} times (batch {batch})" for batch in ends)
         for bands in (MOST_BANDS, 16)
         if bands in times
     )

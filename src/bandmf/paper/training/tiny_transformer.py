@@ -89,9 +89,7 @@ def _norm(x: Tensor) -> Tensor:
 
 def _attention(heads: int, mixed: Tensor) -> Tensor:
     """Causal attention of (M, B, T, 3 width)."""
-    q, k, v = (
-        part.flatten(0, 1).unflatten(-1, (heads, -1)).transpose(1, 2) for part in mixed.chunk(3, dim=-1)
-    )
+    q, k, v = (part.flatten(0, 1).unflatten(-1, (heads, -1)).transpose(1, 2) for part in mixed.chunk(3, dim=-1))
     found = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     return found.transpose(1, 2).flatten(2).unflatten(0, mixed.shape[:2])
 

@@ -46,9 +46,7 @@ def families(request: Request) -> Iterator[tuple[str, int]]:
         yield "blt", BUFFERS
     inverse = request.inverse_bands or INVERSE_BANDS
     wanted = cycle <= _MANY_BINS or not fits
-    if asked == "banded-inverse" or (
-        asked == "auto" and request.workload.coefficients is not None and wanted
-    ):
+    if asked == "banded-inverse" or (asked == "auto" and request.workload.coefficients is not None and wanted):
         yield "banded-inverse", min(inverse, request.steps)
     if asked == "banded":
         yield "banded", request.bands or max(1, min(cycle, room + 1, MOST_BANDS))
@@ -95,9 +93,7 @@ def _work(result: Found) -> float:
     return 6.0 + (vectors if isinstance(recurrence, OutputRecurrence) else 2 * vectors)
 
 
-def certified(
-    request: Request, chosen: Found, seconds: float, progress: Progress | None
-) -> tuple[Found, Certificate]:
+def certified(request: Request, chosen: Found, seconds: float, progress: Progress | None) -> tuple[Found, Certificate]:
     """The same strategy with noise that a certificate speaks for; NotCertifiedError where time does not suffice."""
     assert request.epsilon is not None
     assert request.cycle is not None
@@ -153,17 +149,11 @@ def check_mechanism(request: Request) -> None:
     """A mechanism that was asked for must fit workload and memory; one sentence says what does not."""
     if request.workload.coefficients is None and request.strategy is None:
         raise _check.fail(
-            "workload",
-            request.workload.name,
-            "must be Toeplitz for balls-in-bins",
-            "give a strategy= of your own",
+            "workload", request.workload.name, "must be Toeplitz for balls-in-bins", "give a strategy= of your own"
         )
     if request.mechanism == "blt" and not request.workload.is_prefix:
         raise _check.fail("mechanism", "blt", "is optimized for running sums only", "use 'banded-inverse'")
     if request.mechanism == "blt" and request.max_vectors is not None and request.max_vectors < BUFFERS:
         raise _check.fail(
-            "mechanism",
-            "blt",
-            f"needs memory for {BUFFERS} vectors",
-            "use 'banded-inverse', which needs none",
+            "mechanism", "blt", f"needs memory for {BUFFERS} vectors", "use 'banded-inverse', which needs none"
         )

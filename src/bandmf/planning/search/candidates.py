@@ -46,9 +46,7 @@ def passed_over(plan: Plan, progress: Progress | None = None) -> tuple[Candidate
     return tuple(c for c in _between(plan, plan.epsilon, known, progress) if c.bands not in known)
 
 
-def _between(
-    plan: Setup, epsilon: float, known: Collection[int], progress: Progress | None
-) -> tuple[Candidate, ...]:
+def _between(plan: Setup, epsilon: float, known: Collection[int], progress: Progress | None) -> tuple[Candidate, ...]:
     """One band, and powers of two that are not near a known number of bands."""
     setup = {part.name: getattr(plan, part.name) for part in fields(Setup)} | {"sampling": "cyclic-poisson"}
     request = Request(**setup, epsilon=epsilon, noise_multiplier=None, bands=None, strategy=None)
@@ -189,10 +187,7 @@ class Candidates:
             return best
         x = [math.log(bands / best) for bands in (fewer, best, more)]
         y = [math.log(self._evaluated[bands].rmse) for bands in (fewer, best, more)]
-        left, right = (
-            (y[0] - y[1]) / -x[0],
-            (y[2] - y[1]) / x[2],
-        )  # both slopes away from the best are upwards
+        left, right = ((y[0] - y[1]) / -x[0], (y[2] - y[1]) / x[2])  # both slopes away from the best are upwards
         if left + right <= 0:
             return best
         lowest = (left * x[2] + right * x[0]) / (2 * (left + right))

@@ -97,9 +97,7 @@ def _question(request: Request, family: str, size: int) -> dict[str, Any] | None
     if request.workload.recipe is None:
         return None
     kind, arguments = request.workload.recipe
-    plain = {
-        name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in arguments.items()
-    }
+    plain = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in arguments.items()}
     return {"strategy of": family, "size": size, "workload": [kind, plain], **_budget(request)}
 
 

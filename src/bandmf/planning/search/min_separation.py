@@ -55,10 +55,7 @@ class Search:
         if self._progress is not None:
             self._progress(f"estimating the noise of {bands} bands")
         solution = banded_toeplitz(
-            self.request.steps,
-            bands,
-            workload=self.request.workload,
-            normalize_columns=normalization(bands),
+            self.request.steps, bands, workload=self.request.workload, normalize_columns=normalization(bands)
         )
         return solution.strategy, self._sigma(solution.strategy)
 
@@ -67,9 +64,7 @@ class Search:
         assert request.epsilon is not None
         bands = strategy.bands
         probability = request.joining_probability(bands)
-        return estimate_sigma(
-            strategy, bands, probability, request.epsilon, request.delta, samples=_SAMPLES
-        ).sigma
+        return estimate_sigma(strategy, bands, probability, request.epsilon, request.delta, samples=_SAMPLES).sigma
 
     def _note(self, result: Found) -> Found:
         self.results[result.candidate.bands] = result
@@ -78,9 +73,7 @@ class Search:
         return result
 
 
-def certified(
-    request: Request, chosen: Found, seconds: float, progress: Progress | None
-) -> tuple[Found, Certificate]:
+def certified(request: Request, chosen: Found, seconds: float, progress: Progress | None) -> tuple[Found, Certificate]:
     """The same strategy with noise that a certificate speaks for; NotCertifiedError where time does not suffice."""
     assert request.epsilon is not None
     if progress is not None:

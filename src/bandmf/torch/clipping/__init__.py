@@ -22,9 +22,7 @@ def checked_mode(mode: str) -> str:
     return _check.choice("clipping", mode, MODES)
 
 
-def make_clipping(
-    mode: str, model: nn.Module, parameters: Parameters, clip_norm: float, per_layer: bool
-) -> Clipping:
+def make_clipping(mode: str, model: nn.Module, parameters: Parameters, clip_norm: float, per_layer: bool) -> Clipping:
     """The clipping for a mode; "auto" is book-keeping."""
     kind = Vmapped if checked_mode(mode) == "vmap" else Bookkeeping
     refuse_mixing(suspects(model))

@@ -51,9 +51,7 @@ class Adder:
         factors = {name: clip_factors(bound, self._limit, counted) for name, bound in bounds.items()}
         return good, factors if self._per_layer else dict.fromkeys(self._parameters, factors[""])
 
-    def _add_shards(
-        self, sums: dict[str, Tensor], small: list[Pack], terms: Terms, factors: dict[str, Tensor]
-    ) -> None:
+    def _add_shards(self, sums: dict[str, Tensor], small: list[Pack], terms: Terms, factors: dict[str, Tensor]) -> None:
         parts = {name: part for pack in small for name, part in pack.parts()}
         for name, parameter in self._parameters.items():  # on all ranks in the same order
             whole = torch.zeros(parameter.shape, dtype=sums[name].dtype, device=sums[name].device)

@@ -59,9 +59,7 @@ class Bookkeeping:
             passes = [partial(run, *each) for each in batches()]
             self._recorder.calls.look(passes, [next(iter(self._parameters.values())).device])
 
-    def add_to(
-        self, sums: dict[str, Tensor], losses: Losses, batch: Any, examples: int, valid: int
-    ) -> Tensor:
+    def add_to(self, sums: dict[str, Tensor], losses: Losses, batch: Any, examples: int, valid: int) -> Tensor:
         """Add the clipped gradients of the first `valid` examples; how many of them were not finite."""
         recorder = self._recorder
         with wanted_gradients(self._model, self._parameters), recorder.of(self.layers, self._bare, examples):

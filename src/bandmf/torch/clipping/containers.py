@@ -17,10 +17,7 @@ def each_tensor(value: Any, change: Callable[[Tensor], Any]) -> Any:
         return value if given is None else given
     if isinstance(value, Mapping):
         items = {name: each_tensor(each, change) for name, each in value.items()}
-        before, changed = (
-            dict(value.items()),
-            copy.copy(value),
-        )  # of its own class, which may have more than items
+        before, changed = (dict(value.items()), copy.copy(value))  # of its own class, which may have more than items
         changed.update(items)  # type: ignore[attr-defined]
         if all(value[name] is each for name, each in before.items()):
             return changed

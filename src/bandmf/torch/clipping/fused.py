@@ -44,9 +44,7 @@ def _largest(
     while (start < features) & (least == 0):
         columns = start + tl.arange(0, DEPTH)
         inside = (rows[:, None] < count) & (columns[None, :] < features)
-        words = tl.load(
-            pointer + rows[:, None].to(tl.int64) * features + columns[None, :], mask=inside, other=0
-        )
+        words = tl.load(pointer + rows[:, None].to(tl.int64) * features + columns[None, :], mask=inside, other=0)
         found = tl.maximum(found, tl.max(words.to(tl.int32) & UNSIGNED, 1))
         start += DEPTH
         if not WHOLE:
@@ -135,14 +133,7 @@ def gram_kernel(
 
 @triton.jit
 def row_kernel(
-    inputs,
-    results,
-    places,
-    features,
-    epsilon,
-    TYPE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CENTERED: tl.constexpr,
+    inputs, results, places, features, epsilon, TYPE: tl.constexpr, WIDTH: tl.constexpr, CENTERED: tl.constexpr
 ):
     """Mean and 1 / deviation of every row of features."""
     layer, place = tl.program_id(0) // places, tl.program_id(0) % places
@@ -210,9 +201,7 @@ class _Table:
     """The vectors of many layers, for kernels: addresses, features, how many places, and where their results begin."""
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
-        self.held = [
-            (left.contiguous(), right.contiguous()) for left, right in pairs
-        ]  # as long as they are read
+        self.held = [(left.contiguous(), right.contiguous()) for left, right in pairs]  # as long as they are read
         self.counts = [left.shape[0] * left.shape[1] for left, _ in self.held]
         self.begins = [0, *accumulate(self.counts)]
         rows = [
@@ -271,9 +260,7 @@ def _aligned(pairs: Sequence[Pair]) -> bool:
     return all(x.data_ptr() % 16 == 0 and x.shape[2] * x.itemsize % 16 == 0 for pair in pairs for x in pair)
 
 
-def totals(
-    gradients: Sequence[Tensor], inputs: Sequence[Tensor] | None, epsilon: float, centered: bool
-) -> Tensor:
+def totals(gradients: Sequence[Tensor], inputs: Sequence[Tensor] | None, epsilon: float, centered: bool) -> Tensor:
     """(layers, examples, features), in float32."""
     some, device = gradients[0], gradients[0].device
     examples, length, features = some.shape

@@ -22,9 +22,7 @@ class Clipping(Protocol):
     def learn(self, losses: Losses, batches: Callable[[], Sequence[tuple[Any, int]]]) -> None:
         """Learn what it needs to know of layers from two batches, and how many examples each has; before all sums."""
 
-    def add_to(
-        self, sums: dict[str, Tensor], losses: Losses, batch: Any, examples: int, valid: int
-    ) -> Tensor:
+    def add_to(self, sums: dict[str, Tensor], losses: Losses, batch: Any, examples: int, valid: int) -> Tensor:
         """Add the clipped gradients of the first `valid` of so many examples to the float32 sums.
 
         Returns, as a tensor of no dimensions, how many examples were not finite and count nothing.

@@ -77,10 +77,7 @@ def _mixes(module: Any) -> tuple[str, str] | None:
     if isinstance(module, _InstanceNorm) and module.track_running_stats:
         return "which keeps statistics of the data without noise", "make it with track_running_stats=False"
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-        return (
-            "whose max_norm rewrites the rows of tokens that occur, without noise",
-            "make it without max_norm",
-        )
+        return ("whose max_norm rewrites the rows of tokens that occur, without noise", "make it without max_norm")
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq:
         return "whose scale_grad_by_freq divides by counts over the whole batch", "make it without that"
     return None

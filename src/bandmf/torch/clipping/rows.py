@@ -96,9 +96,7 @@ class Listed:
         there = (places < counts[:, None]).to(rows.device)
         index = order[(begin + places).clamp(max=max(0, len(order) - 1))].to(rows.device)
         shape = (*there.shape, *[1] * (rows.ndim - 1))
-        return torch.where(
-            there.view(shape), rows[index], torch.zeros((), dtype=rows.dtype, device=rows.device)
-        )
+        return torch.where(there.view(shape), rows[index], torch.zeros((), dtype=rows.dtype, device=rows.device))
 
 
 _OWNERS: ContextVar[Owners | None] = ContextVar("bandmf_owners_of_rows", default=None)
@@ -142,9 +140,7 @@ def _owners_of(owner: Tensor | None, each: int | None, parts: int | None) -> Own
         return Blocks(_check.whole("parts", parts))
     whole = isinstance(owner, Tensor) and not (owner.is_floating_point() or owner.is_complex())
     if not whole or owner.dtype == torch.bool or owner.ndim == 0:  # type: ignore[union-attr]
-        raise _check.fail(
-            "owner", type(owner).__name__, "must be a tensor of whole numbers, one for each row"
-        )
+        raise _check.fail("owner", type(owner).__name__, "must be a tensor of whole numbers, one for each row")
     assert owner is not None
     if owner.numel() and bool((owner < 0).any()):
         raise _outside()

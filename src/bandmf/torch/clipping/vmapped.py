@@ -58,9 +58,7 @@ class Vmapped:
     def explain(self) -> str:
         return f"torch.func.vmap of the whole loss, at most {self._at_once} examples at a time"
 
-    def add_to(
-        self, sums: dict[str, Tensor], losses: Losses, batch: Any, examples: int, valid: int
-    ) -> Tensor:
+    def add_to(self, sums: dict[str, Tensor], losses: Losses, batch: Any, examples: int, valid: int) -> Tensor:
         leaves, shape = _leaves(batch, examples)
         called = _Called(self._model, losses)
         own = {name: parameter.detach() for name, parameter in self._parameters.items()}
@@ -114,9 +112,7 @@ def _leaves(batch: Any, examples: int) -> tuple[list[Tensor], Any]:
     mapping = isinstance(batch, Mapping) and not isinstance(batch, dict)  # transformers' BatchEncoding
     leaves, spec = pytree.tree_flatten(dict(batch) if mapping else batch)
     tensors = [leaf for leaf in leaves if leaf is not None]
-    if not tensors or not all(
-        isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == examples for leaf in tensors
-    ):
+    if not tensors or not all(isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == examples for leaf in tensors):
         raise ValueError(
             "clipping='vmap': every part of a batch must be a tensor with one row for each example; give the rest to "
             "the losses by itself"

@@ -72,10 +72,7 @@ def check_data(model: nn.Module, data: Any, plan: Plan) -> None:
         )  # fmt: skip
     if data is not None and plan.examples is not None and len(data) != plan.examples:
         raise _check.fail(
-            "len(train_dataset)",
-            len(data),
-            f"must be the plan's examples={plan.examples}",
-            "make a plan for this data",
+            "len(train_dataset)", len(data), f"must be the plan's examples={plan.examples}", "make a plan for this data"
         )
 
 

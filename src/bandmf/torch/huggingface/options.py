@@ -119,10 +119,7 @@ def check_accelerator(args: TrainingArguments, accelerator: Accelerator) -> None
     kind = accelerator.distributed_type
     if kind not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
         raise _check.fail(
-            "distributed_type",
-            str(kind),
-            "PrivateTrainer trains replicas only",
-            "start the script with torchrun",
+            "distributed_type", str(kind), "PrivateTrainer trains replicas only", "start the script with torchrun"
         )
     if accelerator.scaler is not None:
         raise _check.fail(
@@ -153,10 +150,7 @@ def _check_trackers(args: TrainingArguments) -> None:
     watched = os.environ.get("WANDB_WATCH", "false")
     if "wandb" in (args.report_to or []) and watched in ("gradients", "all"):
         raise _check.fail(
-            "WANDB_WATCH",
-            watched,
-            "would log gradients of private examples without noise",
-            "unset it, or use false",
+            "WANDB_WATCH", watched, "would log gradients of private examples without noise", "unset it, or use false"
         )
 
 

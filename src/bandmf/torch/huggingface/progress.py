@@ -62,17 +62,13 @@ class Progress(TrainerCallback):
     def __init__(self, training: Training, steps: Steps, history: History) -> None:
         self._training, self._steps, self._history = training, steps, history
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Go on where the run is."""
         state.global_step = self._training.steps_taken
         self._set_epoch(state)
         self._history.continue_in(state)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.global_step != self._training.steps_taken:
             raise RuntimeError(
                 f"the Trainer counts {state.global_step} steps, the private run {self._training.steps_taken}: an "
@@ -82,14 +78,10 @@ class Progress(TrainerCallback):
         if self._training.finished:  # before the best weights are loaded in place of the last
             self._save()
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._save()
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if not args.load_best_model_at_end:
             self._save()
 

@@ -210,9 +210,7 @@ class PrivateTrainer(Trainer):
         self.lr_scheduler = self._schedule
         return self.lr_scheduler
 
-    def training_step(
-        self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
-    ) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """One update of the run; the zero that is returned is no loss."""
         assert self.training is not None
         model.train()
@@ -248,9 +246,7 @@ class PrivateTrainer(Trainer):
         super().log(logs if self._evaluating else self._public(logs), start_time)
 
     def _public(self, logs: Mapping[str, float]) -> dict[str, float]:
-        odd = [
-            name for name in logs if name not in (*_PUBLIC, *_WITHOUT_NOISE) and not name.startswith("train_")
-        ]
+        odd = [name for name in logs if name not in (*_PUBLIC, *_WITHOUT_NOISE) and not name.startswith("train_")]
         if odd and not self._noticed:
             self._noticed = True
             warnings.warn(

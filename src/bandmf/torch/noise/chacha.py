@@ -23,9 +23,7 @@ def fill(
     out.copy_(words.view(groups, 3, PAIRS))
 
 
-def blocks(
-    key: torch.Tensor, nonce: Sequence[int], first: int, count: int, cipher_rounds: int = 20
-) -> torch.Tensor:
+def blocks(key: torch.Tensor, nonce: Sequence[int], first: int, count: int, cipher_rounds: int = 20) -> torch.Tensor:
     """The words of consecutive blocks, int32 of shape (count, 16), where the key is."""
     counters = torch.arange(count, dtype=torch.int64, device=key.device) + first
     given = [*chacha.CONSTANTS, *([0] * 9), *nonce]
@@ -42,9 +40,7 @@ def blocks(
 
 def key_words(secret: bytes, device: torch.device) -> torch.Tensor:
     """The key as eight int32 numbers on a device."""
-    return torch.tensor(
-        [_signed(word) for word in chacha.key_words(secret)], dtype=torch.int32, device=device
-    )
+    return torch.tensor([_signed(word) for word in chacha.key_words(secret)], dtype=torch.int32, device=device)
 
 
 def _signed(word: int) -> int:

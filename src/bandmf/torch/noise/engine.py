@@ -123,8 +123,7 @@ class Engine:
         state.prepared |= _views(prepared, sizes)
         ids = state.provenance.tensors
         slices = [
-            Slice(ids[name], state.parts[name].region, state.history[name], state.prepared[name])
-            for name in names
+            Slice(ids[name], state.parts[name].region, state.history[name], state.prepared[name]) for name in names
         ]
         return Vectors(slices, history, prepared)
 
@@ -161,9 +160,7 @@ class Engine:
         scale = checks.check_scale(scale)
         self._prepare(state)
         step, number = self.schedule.step(state.step, state.refreshed), (state.step, state.loads)
-        advance = self._ready(
-            state, step, {name: shards.local(gradients[name]) for name in state.parts}, scale
-        )
+        advance = self._ready(state, step, {name: shards.local(gradients[name]) for name in state.parts}, scale)
 
         @torch.no_grad()
         def add() -> State:
@@ -182,9 +179,7 @@ class Engine:
 
         return add
 
-    def _ready(
-        self, state: State, step: Step, gradients: dict[str, torch.Tensor], scale: float
-    ) -> Callable[[], None]:
+    def _ready(self, state: State, step: Step, gradients: dict[str, torch.Tensor], scale: float) -> Callable[[], None]:
         contiguous = {name: tensor.contiguous() for name, tensor in gradients.items()}  # itself where it is
         steps = [
             executor.ready(step, [state.parts[name].flat(contiguous[name]) for name in names], scale)
@@ -230,17 +225,12 @@ class Engine:
                 raise ValueError(f"gradients[{name!r}]: must be a tensor, not {type(gradient).__name__}")
             gradient = shards.local(gradient)
             if gradient.numel() and any(
-                extent > 1 and stride == 0
-                for extent, stride in zip(gradient.shape, gradient.stride(), strict=True)
+                extent > 1 and stride == 0 for extent, stride in zip(gradient.shape, gradient.stride(), strict=True)
             ):
                 raise ValueError(f"gradients[{name!r}]: its entries share memory; give .clone() of it")
-            checks.check_gradient(
-                name, gradient.shape, part.shape, gradient.dtype, state.dtypes.get(name), DTYPES
-            )
+            checks.check_gradient(name, gradient.shape, part.shape, gradient.dtype, state.dtypes.get(name), DTYPES)
             if gradient.device != part.device:
-                raise _check.fail(
-                    f"gradients[{name!r}].device", str(gradient.device), f"must be {part.device}"
-                )
+                raise _check.fail(f"gradients[{name!r}].device", str(gradient.device), f"must be {part.device}")
         if self._check_finite:
             self._refuse_non_finite(state, gradients)
 

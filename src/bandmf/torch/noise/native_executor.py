@@ -20,8 +20,7 @@ class NativeExecutor:
     def __init__(self, secret: bytes, cipher_rounds: int, vectors: Vectors) -> None:
         self.vectors = vectors
         parts = [
-            native.Part(one.tensor, one.region, _memory(one.history), _memory(one.prepared))
-            for one in vectors.slices
+            native.Part(one.tensor, one.region, _memory(one.history), _memory(one.prepared)) for one in vectors.slices
         ]
         self._kernels = native.Kernels(secret, cipher_rounds, parts)
 

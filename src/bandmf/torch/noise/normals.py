@@ -68,9 +68,7 @@ class TorchSource:
         self._key, self._cipher_rounds = chacha.key_words(secret, device), cipher_rounds
         groups = self.CHUNK // GROUP
         self._words = torch.empty(groups, 3, PAIRS, dtype=torch.int32, device=device)
-        self._radius, self._theta, self._spare = torch.empty(
-            3, groups, PAIRS, dtype=torch.float32, device=device
-        )
+        self._radius, self._theta, self._spare = torch.empty(3, groups, PAIRS, dtype=torch.float32, device=device)
         self._normals = torch.empty(groups, 2, PAIRS, dtype=torch.float32, device=device)
 
     def chunk(self, step: int, tensor: int, start: int, stop: int) -> torch.Tensor:

@@ -138,7 +138,5 @@ def _counts(part: Part) -> bool:
         return not together or dist.get_rank() == 0
     mine = part.mesh.get_coordinate()
     return mine is not None and all(
-        position == 0
-        for position, placed in zip(mine, part.placements, strict=True)
-        if isinstance(placed, Replicate)
+        position == 0 for position, placed in zip(mine, part.placements, strict=True) if isinstance(placed, Replicate)
     )

@@ -89,15 +89,10 @@ def _shard(name: str, tensor: DTensor) -> Part:
             extent[k] = min(extent[k], begin + each) - begin
         elif not isinstance(placement, Replicate):
             raise _check.fail(
-                f"placements of {name!r}",
-                tensor.placements,
-                "must be Shard or Replicate",
-                "reduce the gradient first",
+                f"placements of {name!r}", tensor.placements, "must be Shard or Replicate", "reduce the gradient first"
             )
     if tuple(extent) != tuple(local.shape):
-        raise _check.fail(
-            f"local shape of {name!r}", tuple(local.shape), f"must be {tuple(extent)}, as Shard cuts"
-        )
+        raise _check.fail(f"local shape of {name!r}", tuple(local.shape), f"must be {tuple(extent)}, as Shard cuts")
     region = Region.box(whole, offset, extent)
     return Part(tuple(extent), region, local.device, tensor.device_mesh, tuple(tensor.placements), whole)
 

@@ -88,9 +88,7 @@ def _read_ahead(step: Step, history: torch.Tensor, prepared: torch.Tensor) -> No
             continue  # the first step after a pass reads nothing
         past = history[slots[piece[0]] : slots[piece[-1]] + 1].T  # of neighbors: the ring is cut at most once
         for row, weights in enumerate(all_weights, start=step.prepared):
-            chosen = torch.tensor(
-                [weights[order[k]] for k in piece], dtype=torch.float32, device=history.device
-            )
+            chosen = torch.tensor([weights[order[k]] for k in piece], dtype=torch.float32, device=history.device)
             prepared[row].addmv_(past, chosen)
 
 

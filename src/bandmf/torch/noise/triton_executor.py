@@ -69,9 +69,7 @@ class TritonExecutor:
             **self._switches(step),
         )
 
-    def _together(
-        self, step: Step, members: list[int], gradients: list[torch.Tensor], scale: float
-    ) -> Launch:
+    def _together(self, step: Step, members: list[int], gradients: list[torch.Tensor], scale: float) -> Launch:
         rows, owners = self._joint.table(tuple(members), self._upload)
         chosen = [self.vectors.slices[k] for k in members]
         rows[:, 0] = [gradient.data_ptr() for gradient in gradients]

@@ -67,9 +67,7 @@ def check_memory(plan: Plan, trained: Trained, ranks: Ranks) -> None:
         raise _check.fail("plan.parameters", plan.parameters, f"the model has {count} trainable parameters")
     if plan.memory_limit is not None and plan.devices > ranks.world:
         raise _check.fail(
-            "plan.devices",
-            plan.devices,
-            f"the noise is shared by {ranks.world} ranks, so it needs more memory",
+            "plan.devices", plan.devices, f"the noise is shared by {ranks.world} ranks, so it needs more memory"
         )
 
 

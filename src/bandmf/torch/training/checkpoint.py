@@ -68,12 +68,7 @@ class Saved:
             names = first(lambda: _files_of(dcp.FileSystemReader(draft).read_metadata()))
             stepper = self.stepper
             checkpoints.add_seal(
-                draft,
-                [*names, ".metadata"],
-                stepper.steps_taken,
-                stepper.ledger,
-                stepper.engine.key,
-                stepper.ranks,
+                draft, [*names, ".metadata"], stepper.steps_taken, stepper.ledger, stepper.engine.key, stepper.ranks
             )
             first(lambda: checkpoints.publish(draft, target))
         return target
@@ -134,19 +129,13 @@ class Saved:
         stepper = self.stepper
         for name, mine in (("run_id", self.run_id), ("plan", stepper.plan.digest)):
             if state.get(name) != mine:
-                raise _check.fail(
-                    f"state['{name}']", state.get(name), f"must be {mine!r}: it is of another run"
-                )
+                raise _check.fail(f"state['{name}']", state.get(name), f"must be {mine!r}: it is of another run")
         if state["noise"]["step"] != state["step"] or state["sampler"] != (stepper.sampler.provenance,):
-            raise ValueError(
-                "checkpoint: its noise or its sampler is not of its step; load another checkpoint"
-            )
+            raise ValueError("checkpoint: its noise or its sampler is not of its step; load another checkpoint")
         stepper.ranks.on_first(lambda: stepper.recorded.expect(state["step"], state["ledger"]))
         random = self._random_state(state)
         stepper.noise = stepper.engine.load_state_dict(stepper.noise, state["noise"])
-        sealing.unseal(
-            stepper.noise, state["noise"].get("seal", {}), stepper.engine.key, stepper.ranks.gather
-        )
+        sealing.unseal(stepper.noise, state["noise"].get("seal", {}), stepper.engine.key, stepper.ranks.gather)
         if random is not None:
             random.restore()
 
@@ -184,9 +173,7 @@ class Saved:
     def _template(self, metadata: Metadata) -> dict[str, Any]:
         """What to load a checkpoint into: the memory of the run where it has some, else as the checkpoint says."""
         stepper, trained = self.stepper, self.trained
-        history = stepper.engine.memory(
-            stepper.noise
-        )  # even of a step that was interrupted: it is overwritten
+        history = stepper.engine.memory(stepper.noise)  # even of a step that was interrupted: it is overwritten
         state: dict[str, Any] = {"model": get_model_state_dict(trained.model), "noise": {"history": history}}
         state["optimizer"] = {str(number): {"state": {}} for number in range(len(trained.optimizers))}
         state |= {"random": {}, "also": {}, "scheduler": ()}
@@ -255,9 +242,7 @@ _NUMPY += [type(np.dtype(kind)) for kind in "fdilqIQLB?"]
 def _alone_or_together() -> Iterator[bool]:
     """Whether there is one process, without torch's warning that there is, and with errors that are its own."""
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
-        )
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         try:
             yield not (dist.is_available() and dist.is_initialized())
         except CheckpointException as error:  # what went wrong, rather than on which ranks

@@ -65,15 +65,10 @@ class Examples:
             )  # fmt: skip
         if self.is_stream and hasattr(data, "__next__"):
             raise _check.fail(
-                "data",
-                type(data).__name__,
-                "can be read once only",
-                "give an object whose __iter__ begins anew",
+                "data", type(data).__name__, "can be read once only", "give an object whose __iter__ begins anew"
             )
         if self.is_stream and self.options.get("num_workers"):
-            raise _check.fail(
-                "workers", self.options["num_workers"], "must be 0: a stream is read by one process"
-            )
+            raise _check.fail("workers", self.options["num_workers"], "must be 0: a stream is read by one process")
 
     @property
     def collate(self) -> Collate:
@@ -86,17 +81,13 @@ class Examples:
     def some(self) -> list[Any]:
         """A few examples for verify, from everywhere in the data: none that sampling has chosen."""
         if self.is_stream:
-            found = [
-                example for _, example in zip(range(_LOOKED_AT), _examples_of(self.source), strict=False)
-            ]
+            found = [example for _, example in zip(range(_LOOKED_AT), _examples_of(self.source), strict=False)]
         else:
             count = len(self.source)
             found = self.fetch(sorted({count * n // _LOOKED_AT for n in range(_LOOKED_AT)}))
         by_size = sorted(found, key=_size)
         last = len(by_size) - 1
-        return [
-            by_size[place] for place in sorted({round(last * n / (_VERIFIED - 1)) for n in range(_VERIFIED)})
-        ]
+        return [by_size[place] for place in sorted({round(last * n / (_VERIFIED - 1)) for n in range(_VERIFIED)})]
 
     def copies(self, device: torch.device) -> list[tuple[Any, int]]:
         """Batches of two and of three copies of one example, and these numbers."""
@@ -126,9 +117,7 @@ class Examples:
             if len(found) == len(wanted):
                 break
         if wanted - found.keys():
-            raise ValueError(
-                "data: the stream ended before it gave every index; it must give all of 0 .. examples-1"
-            )
+            raise ValueError("data: the stream ended before it gave every index; it must give all of 0 .. examples-1")
         return found
 
     @property
@@ -210,10 +199,7 @@ class Batches:
         batches: Any = _IndexLists(lambda: self._ahead(step), self._generators)
         return iter(
             DataLoader(
-                self._examples.source,
-                batch_sampler=batches,
-                generator=generator(secret),
-                **self._examples.options,
+                self._examples.source, batch_sampler=batches, generator=generator(secret), **self._examples.options
             )
         )
 
@@ -285,7 +271,5 @@ def _examples_of(stream: Any) -> Iterator[Any]:
             index, example = item
             operator.index(index)
         except (TypeError, ValueError):
-            raise _check.fail(
-                "data", type(item).__name__, "a stream must give pairs (index, example)"
-            ) from None
+            raise _check.fail("data", type(item).__name__, "a stream must give pairs (index, example)") from None
         yield example

@@ -11,14 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from bandmf import _check
 from bandmf.planning import Plan
 
-_TAKEN = (
-    "collate_fn",
-    "num_workers",
-    "prefetch_factor",
-    "pin_memory",
-    "worker_init_fn",
-    "multiprocessing_context",
-)
+_TAKEN = ("collate_fn", "num_workers", "prefetch_factor", "pin_memory", "worker_init_fn", "multiprocessing_context")
 
 
 def taken(loader: DataLoader[Any], plan: Plan) -> tuple[Any, dict[str, Any]]:

@@ -78,12 +78,7 @@ def _writable(value: Any, parameter: Tensor) -> Any:
 
 def _usable(value: Any, parameter: Tensor) -> Any:
     """The counterpart of `_writable`; counters are plain tensors with every kind of parameter."""
-    if (
-        isinstance(parameter, DTensor)
-        and isinstance(value, Tensor)
-        and not isinstance(value, DTensor)
-        and value.ndim
-    ):
+    if isinstance(parameter, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor) and value.ndim:
         whole = value.to(parameter.device)
         return DTensor.from_local(whole, parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim)
     return value

@@ -81,9 +81,7 @@ class Stepper:
             for micro, data in batches.of_step(step):
                 with self.generators.lent("model", step, micro.number):
                     own = to_device(data, self._trained.device)
-                    count = self._clipping.add_to(
-                        self.sums.views, self._losses, own, len(micro.indices), micro.valid
-                    )
+                    count = self._clipping.add_to(self.sums.views, self._losses, own, len(micro.indices), micro.valid)
                     self.left_out = self.left_out.to(count.device) + count
             with plain_arithmetic(), uninterrupted():
                 add_noise = self.engine.ready(self.noise, self.sums.views, self.scale)

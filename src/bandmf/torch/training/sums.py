@@ -36,8 +36,7 @@ class Sums:
         for name, parameter in parameters.items():
             groups.setdefault(parameter.device, []).append(name)
         self._shapes = {
-            device: {name: local(parameters[name]).shape for name in names}
-            for device, names in groups.items()
+            device: {name: local(parameters[name]).shape for name in names} for device, names in groups.items()
         }
         self._allocate()
         self.clear()

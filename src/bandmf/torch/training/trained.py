@@ -123,10 +123,7 @@ def checked_optimizers(given: Any) -> list[Optimizer]:
             )  # fmt: skip
         if isinstance(optimizer, torch.optim.LBFGS):
             raise _check.fail(
-                "optimizer",
-                "LBFGS",
-                "evaluates a batch several times",
-                "use one that takes one step for a batch",
+                "optimizer", "LBFGS", "evaluates a batch several times", "use one that takes one step for a batch"
             )
     if not found:
         raise _check.fail("optimizer", given, "must be at least one optimizer")
@@ -144,9 +141,7 @@ def checked_schedules(given: Any, optimizers: Sequence[Optimizer]) -> list[Sched
                 "leave scheduler= out, and call its step(measure) in the loop's body",
             )  # fmt: skip
         if isinstance(schedule, LRScheduler) and schedule.optimizer not in optimizers:
-            raise _check.fail(
-                "scheduler", type(schedule).__name__, "is for another optimizer", "make it from this one"
-            )
+            raise _check.fail("scheduler", type(schedule).__name__, "is for another optimizer", "make it from this one")
         if not isinstance(schedule, LRScheduler) and not callable(schedule):
             raise _check.fail(
                 "scheduler", type(schedule).__name__,
@@ -157,15 +152,11 @@ def checked_schedules(given: Any, optimizers: Sequence[Optimizer]) -> list[Sched
 
 def checked_also(given: Mapping[str, Any] | None) -> dict[str, Stateful]:
     if given is not None and not isinstance(given, Mapping):
-        raise _check.fail(
-            "also", type(given).__name__, "must map names to objects", 'such as {"average": average}'
-        )
+        raise _check.fail("also", type(given).__name__, "must map names to objects", 'such as {"average": average}')
     for name, value in (given or {}).items():
         if not (isinstance(name, str) and hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
             raise _check.fail(
-                "also",
-                {name: type(value).__name__},
-                "must map names to objects with state_dict and load_state_dict",
+                "also", {name: type(value).__name__}, "must map names to objects with state_dict and load_state_dict"
             )
     return dict(given or {})
 
@@ -181,7 +172,5 @@ def _held(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Par
             "model.parameters(), and put what belongs to the loss (weights of tasks, temperatures) into the model"
         )
     if not found:
-        raise ValueError(
-            "optimizer: holds no trainable parameter of the model; make it from model.parameters()"
-        )
+        raise ValueError("optimizer: holds no trainable parameter of the model; make it from model.parameters()")
     return found

@@ -37,13 +37,7 @@ from bandmf.torch.training.data import Batches, Collate, Examples
 from bandmf.torch.training.ranks import Ranks
 from bandmf.torch.training.repeatable import Repeatable
 from bandmf.torch.training.step import Losses, Stepper
-from bandmf.torch.training.trained import (
-    Stateful,
-    Trained,
-    checked_also,
-    checked_optimizers,
-    checked_schedules,
-)
+from bandmf.torch.training.trained import Stateful, Trained, checked_also, checked_optimizers, checked_schedules
 from bandmf.torch.training.verify import verify as verify_examples
 from bandmf.torch.training.verify.start import Start
 
@@ -149,9 +143,7 @@ class Training:
         self._opened = Opened(self.folder, key, moved, ranks)
         sampler = sampler_of(plan, self._opened.run_key, examples.count())
         ranks.start_equal(model)
-        stepper = Stepper(
-            plan, self._opened.run_key, sampler, trained, losses, self._clipping, clip_norm, ranks
-        )
+        stepper = Stepper(plan, self._opened.run_key, sampler, trained, losses, self._clipping, clip_norm, ranks)
         check_allocated(plan, stepper)
         self._trained, self._stepper = trained, stepper
         self._batches = Batches(examples, plan, sampler, ranks, stepper.generators, micro_batch)
@@ -173,9 +165,7 @@ class Training:
                 self._saved = Saved(self.folder, self._opened.run_id, stepper, self._trained)
                 if self._saved.restore():
                     self._saved_at = stepper.steps_taken
-                    log.info(
-                        "%s: goes on after step %d of %d", self.folder, self.steps_taken, self.plan.steps
-                    )
+                    log.info("%s: goes on after step %d of %d", self.folder, self.steps_taken, self.plan.steps)
         except BaseException:
             self._let_go()
             raise
@@ -202,9 +192,7 @@ class Training:
     def _advance(self) -> int:
         self._check_usable()
         if self.finished:
-            raise RuntimeError(
-                f"all {self.plan.steps} steps of the plan were taken; a further one has no budget"
-            )
+            raise RuntimeError(f"all {self.plan.steps} steps of the plan were taken; a further one has no budget")
         if self.steps_taken % self._save_every == 0:
             self._save_now()
         try:

@@ -12,13 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from bandmf.jax.training.loaders.checks import (
-    check_count,
-    native,
-    of_another_shape,
-    varying_arrays,
-    warn_of_varying,
-)
+from bandmf.jax.training.loaders.checks import check_count, native, of_another_shape, varying_arrays, warn_of_varying
 from bandmf.jax.training.loaders.datasets import is_dataset, taken
 from bandmf.jax.training.loaders.kinds import check_arrays, check_function, checked, count
 from bandmf.randomness import generators

@@ -54,9 +54,7 @@ def varying_arrays(load: Loader, indices: Indices) -> list[int]:
         varying |= _unlike(whole, _loaded(load, together), in_place=True)
     if others <= varying:
         return sorted(varying)
-    raise _refused(
-        load, "other rows", "compute each row from its own example, and keep the order of the indices"
-    )
+    raise _refused(load, "other rows", "compute each row from its own example, and keep the order of the indices")
 
 
 def warn_of_varying(load: Loader, varying: list[int], names: list[str]) -> None:
@@ -78,9 +76,7 @@ def warn_of_varying(load: Loader, varying: list[int], names: list[str]) -> None:
 
 
 def of_another_shape(load: Loader) -> ValueError:
-    return _refused(
-        load, "rows of another shape", "pad rows to one length: every shape is compiled by itself"
-    )
+    return _refused(load, "rows of another shape", "pad rows to one length: every shape is compiled by itself")
 
 
 def _refused(load: Loader, gives: str, remedy: str) -> ValueError:

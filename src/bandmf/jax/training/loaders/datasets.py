@@ -78,9 +78,7 @@ def is_list_of_numbers(node: Any) -> bool:
 
 def _array(leaf: Any) -> Any:
     """A copy. Its values are not shown: they are somebody's."""
-    is_array = any(
-        hasattr(leaf, name) for name in ("__array__", "__array_interface__")
-    )  # the latter of pictures
+    is_array = any(hasattr(leaf, name) for name in ("__array__", "__array_interface__"))  # the latter of pictures
     try:
         found = np.asarray(leaf).copy() if is_array or isinstance(leaf, (int, float, complex, list)) else None
     except (ValueError, TypeError):  # a list of lists of different lengths, a random key

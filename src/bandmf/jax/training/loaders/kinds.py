@@ -47,9 +47,7 @@ def checked(data: Any, examples: int) -> Any:
             is_plain = isinstance(node, (list, tuple)) and not hasattr(node, "_fields")
             return is_plain and len(node) == examples
 
-        data = jax.tree.map(
-            lambda node: _listed(node, examples) if is_list(node) else node, data, is_leaf=is_list
-        )
+        data = jax.tree.map(lambda node: _listed(node, examples) if is_list(node) else node, data, is_leaf=is_list)
     leaves = [data] if hasattr(data, "__next__") else jax.tree.leaves(data)
     others = [leaf for leaf in leaves if not is_dataset(leaf)]
     if others or not leaves:
@@ -67,9 +65,7 @@ def checked(data: Any, examples: int) -> Any:
 def _listed(examples: Any, count: int) -> Listed:
     """A list of examples; refused where it may as well be one of columns, by which an example is a row of everybody."""
     parts = [part for each in examples for part in jax.tree.leaves(each, is_leaf=is_list_of_numbers)]
-    if parts and all(
-        _is_long(part, count) or (isinstance(part, list) and len(part) == count) for part in parts
-    ):
+    if parts and all(_is_long(part, count) or (isinstance(part, list) and len(part) == count) for part in parts):
         raise _check.fail(
             "len(data)", count, "is that of a list and of every array in it, which may be examples or columns",
             "stack examples, np.stack(examples), and give columns as arrays by name",
@@ -98,9 +94,7 @@ def _remedy(leaf: Any) -> str:
         return "give one of what it holds, such as data['train'], or dict(data)"
     if hasattr(leaf, "__iter__") and not isinstance(leaf, str | bytes | np.ndarray | jax.Array):
         return f"batches of the plan are drawn by index, and this gives its own: {_BY_INDEX}"
-    if hasattr(leaf, "__getitem__") and not isinstance(
-        leaf, str | bytes | np.generic | np.ndarray | jax.Array
-    ):
+    if hasattr(leaf, "__getitem__") and not isinstance(leaf, str | bytes | np.generic | np.ndarray | jax.Array):
         return (
             "a data set gives one example for each index, and says how many there are: give it __len__ and "
             "__getitem__; a stream cannot be used"

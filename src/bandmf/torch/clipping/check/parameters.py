@@ -52,17 +52,9 @@ def notes(model: nn.Module) -> Iterator[Finding]:
     yield from _tied(model)
     yield from _frozen(model)
     for name, parameter in model.named_parameters():
-        if (
-            parameter.requires_grad
-            and parameter.is_floating_point()
-            and torch.finfo(parameter.dtype).bits < 32
-        ):
+        if parameter.requires_grad and parameter.is_floating_point() and torch.finfo(parameter.dtype).bits < 32:
             kind = str(parameter.dtype).removeprefix("torch.")
-            yield Finding(
-                name,
-                f"is in {kind}: gradients are added up in float32",
-                is_parameter=True,
-            )
+            yield Finding(name, f"is in {kind}: gradients are added up in float32", is_parameter=True)
 
 
 def _tied(model: nn.Module) -> Iterator[Finding]:
@@ -76,9 +68,7 @@ def _tied(model: nn.Module) -> Iterator[Finding]:
         elsewhere = [name for name in others if owner and not name.startswith(f"{owner}.")]
         if elsewhere:  # else it is one layer's own affair
             also = ", ".join(others)
-            yield Finding(
-                first, f"is also {also}: tied, and clipped by the norm of the sum", is_parameter=True
-            )
+            yield Finding(first, f"is also {also}: tied, and clipped by the norm of the sum", is_parameter=True)
 
 
 def _frozen(model: nn.Module) -> Iterator[Finding]:

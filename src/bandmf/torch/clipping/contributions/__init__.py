@@ -46,13 +46,9 @@ def join(contributions: list[Contribution]) -> list[Contribution]:
             left, right = torch.cat([o.left for o in same], 1), torch.cat([o.right for o in same], 1)
             joined.append(Outer(left, right, is_thin=same[0].is_thin))
         elif kind is Rows:
-            joined.append(
-                Rows(torch.cat([r.indices for r in same], 1), torch.cat([r.values for r in same], 1))
-            )
+            joined.append(Rows(torch.cat([r.indices for r in same], 1), torch.cat([r.values for r in same], 1)))
         else:
-            joined.append(
-                torch.stack([patches.write_out(patches.layer.weight.shape) for patches in same]).sum(0)
-            )
+            joined.append(torch.stack([patches.write_out(patches.layer.weight.shape) for patches in same]).sum(0))
     return joined
 
 

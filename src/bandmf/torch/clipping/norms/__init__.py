@@ -124,11 +124,7 @@ def _of_tied(terms: list[Contribution]) -> Squares:
     picked, inner = only(picked, *live), only(inner, *live)
     cross = (picked * inner).sum((-2, -1))
     # The bound of the rounding error, again by Cauchy-Schwarz.
-    most = (
-        torch.linalg.vector_norm(picked, dim=(-2, -1))
-        * live_size(outer.right, outer.live)
-        * size(rows.values)
-    )
+    most = torch.linalg.vector_norm(picked, dim=(-2, -1)) * live_size(outer.right, outer.live) * size(rows.values)
     both = _of_terms([outer]) + _of_terms([rows])
     error = rounding.inner_error(right) + rounding.cast_error(rows.values, right)
     added = 4 * rounding.addition(outer.right) * (both.norm + most)  # of the additions in the next line
@@ -140,9 +136,7 @@ def _of_mixture(terms: list[Contribution]) -> Squares:
     """Unusual mixtures, written out one example at a time."""
     shape = next((t.shape[1:] for t in terms if isinstance(t, Tensor)), None)
     if shape is None:
-        shape = torch.Size(
-            (terms[0].left.shape[2], terms[0].right.shape[2]) if isinstance(terms[0], Outer) else ()
-        )
+        shape = torch.Size((terms[0].left.shape[2], terms[0].right.shape[2]) if isinstance(terms[0], Outer) else ())
     norms = []
     examples = len(terms[0]) if isinstance(terms[0], Tensor) else terms[0].examples
     for number in range(examples):

@@ -84,10 +84,7 @@ def of_grams(outers: Sequence[Outer]) -> Squares:
     found = []
     for begin in range(0, len(outers), at_once):
         portion = outers[begin : begin + at_once]
-        k, q = (
-            torch.stack([gram(x) for x in xs])
-            for xs in zip(*((o.left, o.right) for o in portion), strict=True)
-        )
+        k, q = (torch.stack([gram(x) for x in xs]) for xs in zip(*((o.left, o.right) for o in portion), strict=True))
         live = torch.stack([outer.live for outer in portion])
         k, q = only(k, live, live), only(q, live, live)
         traces = [m.diagonal(dim1=-2, dim2=-1).sum(-1) for m in (k, q)]

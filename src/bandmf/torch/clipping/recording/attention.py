@@ -22,9 +22,7 @@ _PARTS = ("q", "k", "v")
 
 def describes(module: nn.Module) -> bool:
     """Whether this file knows the module: without learned keys and values to append."""
-    plain = (
-        isinstance(module, nn.MultiheadAttention) and type(module).forward is nn.MultiheadAttention.forward
-    )
+    plain = isinstance(module, nn.MultiheadAttention) and type(module).forward is nn.MultiheadAttention.forward
     return plain and module.bias_k is None
 
 
@@ -49,9 +47,7 @@ class Attention(Recorded):
     ) -> tuple[Tensor, Tensor | None]:
         module = self.module
         if query.ndim != 3:
-            raise RuntimeError(
-                f"{self.layer.path}: query.ndim={query.ndim}: must be 3, with the examples in it"
-            )
+            raise RuntimeError(f"{self.layer.path}: query.ndim={query.ndim}: must be 3, with the examples in it")
         same = query is key and key is value
         if not module.batch_first:
             query, key, value = (t.transpose(0, 1) for t in (query, key, value))

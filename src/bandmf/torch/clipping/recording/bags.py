@@ -16,9 +16,7 @@ from bandmf.torch.clipping.rules import Described
 def describes(module: nn.Module) -> bool:
     """Whether this file knows the module: maxima are for torch.func."""
     return (
-        isinstance(module, nn.EmbeddingBag)
-        and type(module).forward is nn.EmbeddingBag.forward
-        and module.mode != "max"
+        isinstance(module, nn.EmbeddingBag) and type(module).forward is nn.EmbeddingBag.forward and module.mode != "max"
     )
 
 

@@ -75,9 +75,7 @@ class Calls:
         return [self._known.get((layer, path, dimension)) for path in paths]
 
 
-def _decided(
-    one: tuple[tuple[int, ...], int], other: tuple[tuple[int, ...], int], dimension: int
-) -> bool | None:
+def _decided(one: tuple[tuple[int, ...], int], other: tuple[tuple[int, ...], int], dimension: int) -> bool | None:
     """A length of 1 tells nothing: it may be repeated."""
     (shape, count), (longer, more) = one, other
     here, there = (each[dimension] if len(each) > dimension else 0 for each in (shape, longer))

@@ -60,8 +60,7 @@ class Call:
         """Whether the shapes are as in the calls that it is known from: a mask may be rows once, and a table later."""
         lengths = [self._length(tensor) for tensor in self.tensors]
         return self._is_known and all(
-            length == 1 or has_rows == (length == self._rows)
-            for length, has_rows in zip(lengths, known, strict=True)
+            length == 1 or has_rows == (length == self._rows) for length, has_rows in zip(lengths, known, strict=True)
         )
 
     def _length(self, tensor: Tensor) -> int:
@@ -72,8 +71,7 @@ class Call:
         """Whether the shapes leave no doubt: all but single rows are cut, and nothing else is as long by chance."""
         others = {size for t in self.tensors for n, size in enumerate(t.shape) if n != self.layer.batch}
         told_apart = all(
-            cut or t.numel() == 1 or self._length(t) == 1
-            for t, cut in zip(self.tensors, self._cut, strict=True)
+            cut or t.numel() == 1 or self._length(t) == 1 for t, cut in zip(self.tensors, self._cut, strict=True)
         )
         return self._rows == 1 or (told_apart and sum(self._cut) == 1 and self._rows not in others)
 
@@ -175,9 +173,7 @@ class Call:
         if not torch.equal(before, random_state(gradient)):
             if self._is_known:
                 return
-            raise self._refusal(
-                f"draws random numbers, and it is not clear which of its inputs are rows; {_REMEDY}"
-            )
+            raise self._refusal(f"draws random numbers, and it is not clear which of its inputs are rows; {_REMEDY}")
         whole = pull_back(gradient)[0]
         off = {
             name: torch.einsum("i,i...->...", weights.to(each.dtype), each[kept]) - whole[name]
@@ -227,8 +223,6 @@ def random_state(like: Tensor) -> Tensor:
 def _one_by_one(gradient_of: Any, back: _Backward, dims: list[int | None], batch: int) -> dict[str, Tensor]:
     single = []
     for number in range(back.gradient.shape[batch]):
-        inputs = [
-            t if dim is None else t.select(dim, number) for t, dim in zip(back.saved, dims, strict=True)
-        ]
+        inputs = [t if dim is None else t.select(dim, number) for t, dim in zip(back.saved, dims, strict=True)]
         single.append(gradient_of(back.parameters, inputs, back.gradient.select(batch, number)))
     return {name: torch.stack([one[name] for one in single]) for name in back.parameters}

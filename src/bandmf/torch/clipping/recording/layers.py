@@ -69,9 +69,7 @@ def _hands_out(module: nn.Module, path: str, names: dict[int, str]) -> bool:
         if not path:
             raise UnfitError(bare_parameter(next(iter(module._parameters))))
         return False
-    of_torch = type(module).__module__.startswith(
-        "torch.nn.modules"
-    )  # attention, which calls none of its layers
+    of_torch = type(module).__module__.startswith("torch.nn.modules")  # attention, which calls none of its layers
     inside = not of_torch and any(id(p) in names for child in module.children() for p in child.parameters())
     arguments = list(inspect.signature(type(module).forward).parameters)[1:]
     is_called = type(module).forward is not nn.Module.forward or "forward" in vars(module)

@@ -18,9 +18,7 @@ class Note(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, receive: Any, alone: bool, output: Tensor, *saved: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, receive: Any, alone: bool, output: Tensor, *saved: Tensor) -> Tensor:
         ctx.save_for_backward(*saved)
         ctx.receive = receive
         return output.detach() if alone else output.view_as(output)

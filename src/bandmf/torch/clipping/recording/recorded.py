@@ -41,8 +41,7 @@ class Recorded:
         given = [*args, *kwargs.values()]
         if any(isinstance(each, Shared) for each in given):
             if not any(
-                (isinstance(each, Shared) and each.node.once is not None) or of_examples(each)
-                for each in given
+                (isinstance(each, Shared) and each.node.once is not None) or of_examples(each) for each in given
             ):
                 return by_layer(self.layer, recorder, args, kwargs)
             args, kwargs = self.with_rows(args, kwargs)
@@ -56,10 +55,7 @@ class Recorded:
         layer = self.layer
         if layer.rule is None:
             return self._record_unit(args, kwargs)
-        if (
-            layer.rule is embedding
-            and (known := self._positions(self._input(args, kwargs), args, kwargs)) is not None
-        ):
+        if layer.rule is embedding and (known := self._positions(self._input(args, kwargs), args, kwargs)) is not None:
             return known
         args, kwargs = self._adapt(args, kwargs)
         given = self._input(args, kwargs)
@@ -168,9 +164,7 @@ class _Linear(torch.autograd.Function):
     """x weight' + bias, whose backward pass hands x and the gradient over."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, recorded: RecordedLinear, whose: Owners | None, anchor: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, recorded: RecordedLinear, whose: Owners | None, anchor: Tensor) -> Tensor:
         weight, bias, given = recorded.weight, recorded.module.bias, _lowered(x)
         if given.dtype != weight.dtype and torch.is_autocast_enabled(x.device.type):
             weight = weight.to(given.dtype)

@@ -22,9 +22,7 @@ from bandmf.torch.clipping.contributions.totals import Described, Unsettled, set
 from bandmf.torch.clipping.recording.calls import Calls, tensors_of
 from bandmf.torch.clipping.recording.fallback import Call
 from bandmf.torch.clipping.recording.notes import ANCHOR, Note, base_of
-from bandmf.torch.clipping.recording.shared import (
-    of_parameter,
-)
+from bandmf.torch.clipping.recording.shared import of_parameter
 from bandmf.torch.clipping.refusals import not_by_function, other_rows, second_order
 from bandmf.torch.clipping.rows import Owners, by_example, owners
 from bandmf.torch.clipping.rules import Rule, embedding
@@ -124,9 +122,7 @@ class Recorder:
         self._unsettled = Unsettled()
         return self._entries
 
-    def receive(
-        self, layer: Layer, rule: Rule, whose: Owners | None, given: Tensor, gradient: Tensor
-    ) -> None:
+    def receive(self, layer: Layer, rule: Rule, whose: Owners | None, given: Tensor, gradient: Tensor) -> None:
         """In the backward pass.
 
         What is small is computed at once, so that inputs and gradients of convolutions and of normalizing layers do not
@@ -221,9 +217,7 @@ class Recorder:
             if not self._arrives(layer.path):
                 return
             with self._lock, self.silent():
-                self._check_rows(
-                    layer, whose, gradient.movedim(layer.batch, 0) if gradient.ndim else gradient
-                )
+                self._check_rows(layer, whose, gradient.movedim(layer.batch, 0) if gradient.ndim else gradient)
                 try:
                     found: Described = dict(call.gradients(saved, gradient, number))
                 except Exception as error:

@@ -116,9 +116,7 @@ class Recurrent(Recorded):
             outputs[t] = h
             if there is not None:
                 outputs[t] = torch.where(there[:, t, None], h, 0.0)
-                h, c = (
-                    torch.where(there[:, t, None], new, old) for new, old in zip((h, c), state, strict=True)
-                )
+                h, c = (torch.where(there[:, t, None], new, old) for new, old in zip((h, c), state, strict=True))
             state = h, c
         return torch.stack(outputs, 1), state
 

@@ -100,9 +100,7 @@ class _Operation:
         self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
         self.shared = [leaf for leaf in self.leaves if isinstance(leaf, Shared)]
         self.node = self.shared[0].node
-        self.others = [
-            leaf for leaf in self.leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Shared)
-        ]
+        self.others = [leaf for leaf in self.leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Shared)]
 
     def result(self) -> Any:
         if self.name == "requires_grad":
@@ -149,9 +147,7 @@ class _Operation:
             leaves.append(leaf)
         once = derive(self.call, leaves)
         value = _plain(once).expand(rows, *once.shape[1:])
-        return shared(
-            Node(value, once.node.sources, _expanded(once.node.recipe, rows), self.node.recorder, once)
-        )
+        return shared(Node(value, once.node.sources, _expanded(once.node.recipe, rows), self.node.recorder, once))
 
     def repeated(self) -> Any:
         """A new first dimension, or one of length 1, that is repeated."""
@@ -159,17 +155,14 @@ class _Operation:
         if not isinstance(given, Shared):  # only the shape of what is Shared counts
             return self.call([_plain(leaf) for leaf in self.leaves])
         leaves = [
-            leaf.detach() if isinstance(leaf, Tensor) and not isinstance(leaf, Shared) else leaf
-            for leaf in self.leaves
+            leaf.detach() if isinstance(leaf, Tensor) and not isinstance(leaf, Shared) else leaf for leaf in self.leaves
         ]
         made = derive(self.call, leaves)
         if not isinstance(made, Shared) or made.ndim == 0:
             return made
         if made.ndim > given.ndim or (given.ndim and len(given) == 1):
             once = derive(lambda leaves: self.call(leaves).narrow(0, 0, 1), leaves) if len(made) else None
-            return shared(
-                Node(made.node.value, made.node.sources, made.node.recipe, made.node.recorder, once)
-            )
+            return shared(Node(made.node.value, made.node.sources, made.node.recipe, made.node.recorder, once))
         return made
 
     def with_examples(self) -> Any:
@@ -198,9 +191,7 @@ class _Operation:
             output = self._matmul(x, weight.mT)
             return output if bias[0] is None else output + bias[0]
         if all(each.node.once is not None for each in self.shared):
-            return self.call(
-                [_rows(leaf, leaf.ndim) if isinstance(leaf, Shared) else leaf for leaf in self.leaves]
-            )
+            return self.call([_rows(leaf, leaf.ndim) if isinstance(leaf, Shared) else leaf for leaf in self.leaves])
         raise self.node.fail(f"meets examples in {self.name}")
 
     def _matmul(self, left: Tensor, right: Tensor) -> Tensor:
@@ -265,9 +256,7 @@ def _finite(leaf: Any) -> Any:
 def by_layer(layer: Layer, recorder: Recorder, args: Any, kwargs: Any) -> Any:
     """The output of a layer that is given Shared values, or nothing of the examples: Shared too."""
     names = list(layer.names)
-    handed = [
-        of_parameter(layer.names[n], p, recorder) for n, p in zip(names, layer.parameters(), strict=True)
-    ]
+    handed = [of_parameter(layer.names[n], p, recorder) for n, p in zip(names, layer.parameters(), strict=True)]
     leaves, spec = pytree.tree_flatten((args, kwargs))
 
     def call(given: list[Any]) -> Any:

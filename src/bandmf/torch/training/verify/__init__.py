@@ -43,12 +43,7 @@ _HUGE = 1e12  # a clip norm that clips nothing
 
 
 def verify(
-    model: nn.Module,
-    losses: Losses,
-    examples: Sequence[Any],
-    *,
-    collate: Collate | None = None,
-    clipping: str = "auto",
+    model: nn.Module, losses: Losses, examples: Sequence[Any], *, collate: Collate | None = None, clipping: str = "auto"
 ) -> Report:
     """Whether each of a few examples, as a data set gives them, contributes by itself; all that `check` finds as well.
 
@@ -108,9 +103,7 @@ def _looked_at(passes: Passes, clipping: str) -> tuple[list[Finding], list[Findi
     return problems, notes
 
 
-def _changes(
-    model: nn.Module, one: dict[str, Tensor | None], other: dict[str, Tensor | None]
-) -> Iterator[Finding]:
+def _changes(model: nn.Module, one: dict[str, Tensor | None], other: dict[str, Tensor | None]) -> Iterator[Finding]:
     """After two different batches: a counter is the same after both, a statistic of the data is not."""
     buffers = {name for name, _ in model.named_buffers()}
     for name in one.keys() | other.keys():
@@ -125,9 +118,7 @@ def _sums(passes: Passes, clipping: str, found: Compared) -> Compared:
     """
     members = sorted(found.alone)
     for valid in sorted({1, len(members)}):
-        sums = {
-            n: torch.zeros(p.shape, dtype=torch.float32, device=p.device) for n, p in passes.trained.items()
-        }
+        sums = {n: torch.zeros(p.shape, dtype=torch.float32, device=p.device) for n, p in passes.trained.items()}
         try:
             draws = _clipped(passes, clipping, found, members, sums, valid)
         except (RuntimeError, ValueError, TypeError) as error:
@@ -149,9 +140,7 @@ def _clipped(
 ) -> Draws:
     clip, count = make_clipping(clipping, passes.model, passes.trained, _HUGE, False), len(members)
     clip.learn(passes.losses, lambda: [(passes.batch([0] * n), n) for n in (2, 3)])
-    return passes.clipped(
-        members, found.style, lambda losses, batch: clip.add_to(sums, losses, batch, count, valid)
-    )
+    return passes.clipped(members, found.style, lambda losses, batch: clip.add_to(sums, losses, batch, count, valid))
 
 
 def _added(found: Compared, name: str, members: list[int]) -> Tensor | None:

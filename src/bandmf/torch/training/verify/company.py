@@ -33,9 +33,7 @@ class Compared:
     rounding: float = 0.0  # of gradients of losses near zero
 
 
-def compare(
-    passes: Passes, full: Pass, other: Pass, gradients: dict[int, Gradient], tried: set[int]
-) -> Compared:
+def compare(passes: Passes, full: Pass, other: Pass, gradients: dict[int, Gradient], tried: set[int]) -> Compared:
     """`full` and `other` are passes over all examples, in two orders; `gradients` are those of `full`."""
     first: Compared | None = None
     for style in STYLES:
@@ -90,9 +88,7 @@ def _compare(
 
 def _differs(one: Tensor, other: Tensor, scale: Tensor, is_half: bool) -> bool:
     if not bool(one.isfinite() & other.isfinite()):
-        return not torch.equal(
-            torch.nan_to_num(one, posinf=1, neginf=-1), torch.nan_to_num(other, posinf=1, neginf=-1)
-        )
+        return not torch.equal(torch.nan_to_num(one, posinf=1, neginf=-1), torch.nan_to_num(other, posinf=1, neginf=-1))
     return bool((one - other).abs() > (_LOSS_OF_HALF if is_half else _LOSS) * scale.clamp(min=_SMALL))
 
 
@@ -131,9 +127,7 @@ def _cause(passes: Passes, example: int, alone: Tensor, company: Tensor, style: 
     if bool(company == 0) and not bool(alone == 0):
         return sentences.selected()
     twice = passes([example] * (2 * passes.smallest), style)
-    if differs(twice) and not _differs(
-        alone, 2 * twice.losses[0].double(), torch.tensor(scale), passes.is_half
-    ):
+    if differs(twice) and not _differs(alone, 2 * twice.losses[0].double(), torch.tensor(scale), passes.is_half):
         return sentences.counted()
     if any(a.shape[1:] != b.shape[1:] for a, b in zip(again.batch, every.batch, strict=False)):
         return sentences.padded()
@@ -146,10 +140,7 @@ def _collated_otherwise(alone: list[Tensor], company: list[Tensor], example: int
         if one.ndim == 0 or one.ndim != many.ndim or len(one) != passes.smallest or len(many) != passes.count:
             continue
         own, row = one[0].double(), many[example].double()
-        cuts = [
-            [slice(n) for n in own.shape],
-            [slice(m - n, m) for n, m in zip(own.shape, row.shape, strict=True)],
-        ]
+        cuts = [[slice(n) for n in own.shape], [slice(m - n, m) for n, m in zip(own.shape, row.shape, strict=True)]]
         parts = [row[tuple(cut)] for cut in cuts]
         if not any(_close(part, own) for part in parts):
             return True

@@ -190,9 +190,7 @@ def not_judged(error: Exception) -> Finding:
 
 def nothing_to_compare() -> Finding:
     return Finding(
-        "losses",
-        "is not finite, or as small as rounding, for these examples: nothing was compared",
-        "try others",
+        "losses", "is not finite, or as small as rounding, for these examples: nothing was compared", "try others"
     )
 
 
