@@ -7,7 +7,7 @@ note, never a problem.
 - Alone as in company: an example has the same loss and gradient alone, elsewhere and beside others, for what has no
   gradient. Random draws are made a function of the example for this.
 - Nothing changes by looking: buffers and weights do not follow the data.
-- Clipping sums up what autograd finds for single examples.
+- Clipping finds, for one of several examples, what autograd finds for it alone.
 
 Not covered: what depends on the others only for examples unlike the ones given.
 """
@@ -33,7 +33,7 @@ from bandmf.torch.training.data import Collate
 from bandmf.torch.training.verify import sentences
 from bandmf.torch.training.verify.company import Compared, compare, gradients_differ
 from bandmf.torch.training.verify.draws import Draws
-from bandmf.torch.training.verify.others import Gradient, Judged, judge
+from bandmf.torch.training.verify.others import Judged, judge
 from bandmf.torch.training.verify.passes import Passes
 from bandmf.torch.training.verify.start import Start, same_bits
 
@@ -80,15 +80,18 @@ def _looked_at(passes: Passes, clipping: str) -> tuple[list[Finding], list[Findi
     tried = set(range(min(_COMPARED, passes.count)))
     orders = (list(range(passes.count)), [*reversed(range(passes.count)), 0])  # one may happen to be sorted
     full = passes(orders[0], tracked=True)
+    changed = [passes.start.changes()]
     try:
         judged = judge(passes, full, range(passes.count), tried)
         other = passes(orders[1], tracked=True)
+        changed.append(passes.start.changes())
         leak = judged.leak or judge(passes, other, [0]).leak
     except RuntimeError as error:  # of reentrant checkpoints
         judged, leak, tried = Judged(None, {}), None, set()
         other = passes(orders[1])
+        changed = [changed[0], passes.start.changes()]
         notes.append(sentences.not_judged(error))
-    problems = list(_changes(passes.model, full.changed, other.changed))
+    problems = list(_changes(passes.model, *changed))
     if leak is not None:
         return [*problems, leak], notes
     found = compare(passes, full, other, judged.gradients, tried)
@@ -112,38 +115,26 @@ def _changes(model: nn.Module, one: dict[str, Tensor | None], other: dict[str, T
 
 
 def _sums(passes: Passes, clipping: str, found: Compared) -> Compared:
-    """Clipping that clips nothing must give what autograd gives for single examples: the first one's, and all added up.
+    """Clipping that clips nothing must give what autograd gives for an example alone, though others are beside it.
 
-    The first alone shows what is attributed to the wrong example, which no sum over all of them does.
+    It is the sum of the first one: a sum over all would not show what is attributed to the wrong example.
     """
-    members = sorted(found.alone)
-    for valid in sorted({1, len(members)}):
-        sums = {n: torch.zeros(p.shape, dtype=torch.float32, device=p.device) for n, p in passes.trained.items()}
-        try:
-            draws = _clipped(passes, clipping, found, members, sums, valid)
-        except (RuntimeError, ValueError, TypeError) as error:
-            return Compared([sentences.no_clipping(error)])
-        if found.notes:
-            return Compared()
-        expected: Gradient = {name: _added(found, name, members[:valid]) for name in passes.trained}
-        differ = gradients_differ(dict(sums), expected, passes.is_half, found.rounding)
-        if differ and draws.shapes != passes(members).draws.shapes:
-            return Compared([], [sentences.not_summed()])
-        if differ:
-            lost = [name for name in differ if not bool(sums[name].any())]
-            return Compared([sentences.lost(n) if n in lost else sentences.other_sum(n) for n in differ])
-    return Compared()
+    first, *others = sorted(found.alone)
+    sums = {n: torch.zeros(p.shape, dtype=torch.float32, device=p.device) for n, p in passes.trained.items()}
+    try:
+        draws = _clipped(passes, clipping, found, [first, *others], sums)
+    except (RuntimeError, ValueError, TypeError) as error:
+        return Compared([sentences.no_clipping(error)])
+    differ = gradients_differ(dict(sums), found.alone[first], passes.is_half, found.rounding)
+    if found.notes or not differ:
+        return Compared()
+    if draws.shapes != passes([first, *others]).draws.shapes:
+        return Compared([], [sentences.not_summed()])
+    lost = [name for name in differ if not bool(sums[name].any())]
+    return Compared([sentences.lost(n) if n in lost else sentences.other_sum(n) for n in differ])
 
 
-def _clipped(
-    passes: Passes, clipping: str, found: Compared, members: list[int], sums: dict[str, Tensor], valid: int
-) -> Draws:
+def _clipped(passes: Passes, clipping: str, found: Compared, members: list[int], sums: dict[str, Tensor]) -> Draws:
     clip, count = make_clipping(clipping, passes.model, passes.trained, _HUGE, False), len(members)
     clip.learn(passes.losses, lambda: [(passes.batch([0] * n), n) for n in (2, 3)])
-    return passes.clipped(members, found.style, lambda losses, batch: clip.add_to(sums, losses, batch, count, valid))
-
-
-def _added(found: Compared, name: str, members: list[int]) -> Tensor | None:
-    given = [found.alone[member][name] for member in members]
-    there = [each for each in given if each is not None]
-    return torch.stack(there).sum(0) if there else None
+    return passes.clipped(members, found.style, lambda losses, batch: clip.add_to(sums, losses, batch, count, 1))

@@ -42,7 +42,6 @@ class Pass:
     draws: Draws
     seen: dict[tuple[str, int], Seen] = field(default_factory=dict)  # in the order of the pass
     batch: list[Tensor] = field(default_factory=list)
-    changed: dict[str, Tensor | None] = field(default_factory=dict)
     drew: int = 0  # in the forward pass
     elsewhere: bool = False  # whether Python's or NumPy's generator was used
     redraws: bool = True  # whether backward passes may draw, as those of checkpoints do
@@ -54,6 +53,11 @@ class Pass:
         with self.draws if self.redraws else nullcontext(), sdpa_kernel(SDPBackend.MATH):
             return torch.autograd.grad(self.losses[place], of, retain_graph=True, allow_unused=True)
 
+    def draws_in_backward(self, trained: dict[str, nn.Parameter]) -> bool:
+        """Whether a backward pass draws: one that computes something again."""
+        self.gradient(0, list(trained.values()))
+        return len(self.draws.shapes) > self.drew
+
 
 class Passes:
     """Runs `losses` on examples by their numbers."""
@@ -62,7 +66,7 @@ class Passes:
         self, model: nn.Module, losses: Losses, examples: Sequence[Any], collate: Collate, start: Start
     ) -> None:
         self.model, self.examples, self.count = model, examples, len(examples)
-        self.losses, self._collate, self._start = losses, collate, start
+        self.losses, self._collate, self.start = losses, collate, start
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._tracks = True
@@ -84,9 +88,7 @@ class Passes:
         self._redraws = bool(one.draws.shapes)
         if self._redraws:
             with suppress(RuntimeError):  # of reentrant checkpoints
-                for each in (one, two):
-                    each.gradient(0, list(self.trained.values()))
-                self._redraws = any(len(each.draws.shapes) > each.drew for each in (one, two))
+                self._redraws = one.draws_in_backward(self.trained) and two.draws_in_backward(self.trained)
         sizes = (self.smallest, self.smallest + 1)
         pairs = zip(one.draws.shapes, two.draws.shapes, strict=False)
         self.unassigned |= len(one.draws.shapes) != len(two.draws.shapes)
@@ -119,8 +121,8 @@ class Passes:
 
     @contextmanager
     def _ready(self) -> Iterator[None]:
-        self._start.put_back()
-        self._start.seed()
+        self.start.put_back()
+        self.start.seed()
         with sdpa_kernel(SDPBackend.MATH), eagerly():
             yield
 
@@ -153,8 +155,7 @@ class Passes:
             if tracked:
                 stack.enter_context(_watched(self.model, found, inputs))
             losses = self.losses(self.model, batch)
-            found.elsewhere = self._start.drew_elsewhere()
-        found.changed = self._start.changes()
+            found.elsewhere = self.start.drew_elsewhere()
         found.losses = checked_losses(losses, len(members)) if tracked else losses.detach()
         found.drew = len(draws.shapes)
         self.unassigned |= draws.unassigned or found.elsewhere

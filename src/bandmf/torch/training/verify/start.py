@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 class Start:
@@ -52,9 +54,9 @@ class Start:
         """What parameters and buffers are that have changed; None: there is none any more."""
         now = _tensors(self._model)
         changed: dict[str, Tensor | None] = dict.fromkeys(self._tensors.keys() - now.keys())
-        for name, found in now.items():
-            if name not in self._tensors or not same_bits(found, self._tensors[name][1]):
-                changed[name] = found.detach().clone()
+        kept = {name: (found, self._tensors[name][1]) for name, found in now.items() if name in self._tensors}
+        for name in (now.keys() - kept.keys()) | _unlike(kept):
+            changed[name] = now[name].detach().clone()
         return changed
 
     @torch.no_grad()
@@ -62,12 +64,13 @@ class Start:
         """Not right after a pass, but before the next one: its graph may hold what has changed."""
         now = _tensors(self._model)
         for name in self._tensors.keys() | now.keys():
-            tensor, before = self._tensors.get(name, (None, None))
+            tensor = self._tensors[name][0] if name in self._tensors else None
             if now.get(name) is not tensor:
                 path, _, own = name.rpartition(".")
                 setattr(self._model.get_submodule(path), own, tensor)
-            if tensor is not None and before is not None and not same_bits(tensor, before):
-                tensor.copy_(before)
+        for name in _unlike(self._tensors):
+            tensor, before = self._tensors[name]
+            tensor.copy_(before)
         for module, training in self._modes:
             module.training = training
 
@@ -77,6 +80,22 @@ def same_bits(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
         return one is other
     return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def _unlike(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> set[str]:
+    """Those whose bits differ, with one wait for a GPU where none do."""
+    alike = {name: pair for name, pair in pairs.items() if _is_plain(*pair)}
+    flags: dict[torch.device, list[Tensor]] = {}
+    for one, other in alike.values():
+        flags.setdefault(one.device, []).append((one != other).any())
+    if not any(bool(torch.stack(several).any()) for several in flags.values()):
+        pairs = {name: pair for name, pair in pairs.items() if name not in alike}
+    return {name for name, pair in pairs.items() if not same_bits(*pair)}
+
+
+def _is_plain(one: Tensor, other: Tensor) -> bool:
+    same = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+    return same and not isinstance(one, DTensor) and not one.is_cpu
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
