@@ -54,12 +54,13 @@ def single_gradients(model, losses, batches):
     return torch.stack(rows)
 
 
-def clipped_sum(model, losses, batch, examples, clip_norm):
-    """What training would add up for this batch."""
+def clipped_sum(model, losses, chosen, collate, clip_norm):
+    """What training would add up for a batch of these examples."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     sums = {name: torch.zeros(p.shape) for name, p in parameters.items()}
     clipping = make_clipping("auto", model, parameters, clip_norm, False)
-    left_out = clipping.add_to(sums, losses, batch, examples, examples)
+    clipping.learn(losses, lambda: [(collate([chosen[0]] * n), n) for n in (2, 3)])
+    left_out = clipping.add_to(sums, losses, collate(chosen), len(chosen), len(chosen))
     assert int(left_out) == 0
     return torch.cat([each.flatten().double() for each in sums.values()])
 
@@ -75,6 +76,6 @@ def assert_first_sum_is_autograds(model, losses, data, collate=default_collate, 
     assert float(norms.min()) > 0, "an example without a gradient shows nothing"
     for clip_norm in (float(norms.median()), 10 * float(norms.max())):
         expected = (truth * (clip_norm / norms).clamp(max=1.0)[:, None]).sum(0)
-        found = clipped_sum(model, losses, collate(chosen), examples, clip_norm)
+        found = clipped_sum(model, losses, chosen, collate, clip_norm)
         error = float((found - expected).norm() / expected.norm())
         assert error <= ROUNDING, f"clip_norm={clip_norm:g}: the sum is off by {error:.1e}"

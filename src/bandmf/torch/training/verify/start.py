@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 
@@ -52,6 +53,7 @@ class Start:
 
     def changes(self) -> dict[str, Tensor | None]:
         """What parameters and buffers are that have changed; None: there is none any more."""
+        _reshard(self._model)
         now = _tensors(self._model)
         changed: dict[str, Tensor | None] = dict.fromkeys(self._tensors.keys() - now.keys())
         kept = {name: (found, self._tensors[name][1]) for name, found in now.items() if name in self._tensors}
@@ -62,6 +64,7 @@ class Start:
     @torch.no_grad()
     def put_back(self) -> None:
         """Not right after a pass, but before the next one: its graph may hold what has changed."""
+        _reshard(self._model)
         now = _tensors(self._model)
         for name in self._tensors.keys() | now.keys():
             tensor = self._tensors[name][0] if name in self._tensors else None
@@ -96,6 +99,13 @@ def _unlike(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> set[str]:
 def _is_plain(one: Tensor, other: Tensor) -> bool:
     same = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
     return same and not isinstance(one, DTensor) and not one.is_cpu
+
+
+def _reshard(model: nn.Module) -> None:
+    """A pass without a backward pass leaves the outermost layers of FSDP2 gathered: other tensors, for a while."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
