@@ -72,7 +72,9 @@ class Started:
         while not line.endswith(b"\n"):
             if not select.select([self.status], [], [], timeout)[0]:
                 return b""
-            line += os.read(self.status, 1)
+            if not (byte := os.read(self.status, 1)):
+                raise RuntimeError("the process of warm.py has ended")
+            line += byte
         return line
 
 
