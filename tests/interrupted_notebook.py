@@ -41,15 +41,14 @@ def interrupt_after(seconds):
         time.sleep(seconds)
         os.kill(os.getpid(), signal.SIGINT)
 
-    thread = threading.Thread(target=send)
-    thread.start()
-    return thread
+    return threading.Thread(target=send)
 
 
 def cell(training, seconds):
     """Train until an interrupt; whether it came in time."""
     thread = interrupt_after(seconds)
     try:
+        thread.start()  # which may be interrupted, too
         for _ in training:
             pass
         thread.join()  # the signal comes to a cell that has ended
@@ -68,7 +67,7 @@ def recovered(training, folder):
 
 def usable(training, folder, counts):
     """The run itself, or, where it says that it cannot go on, the one that it says to construct."""
-    if training._stepper.lost is None:
+    if training._progress.lost is None:
         return training
     counts["refusals"] += 1
     try:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import math
-from pathlib import Path
 from typing import Any
 
 import optax
 
 from bandmf import _check
-from bandmf.jax.training.checkpoint import check_installed
-from bandmf.planning import Plan
 
 
 def takes_key(loss: Any) -> bool:
@@ -44,16 +40,3 @@ def checked_optimizer(optimizer: Any) -> optax.GradientTransformation:
             "such as optax.adam(1e-3); of flax's TrainState, state.tx; of nnx.Optimizer, its tx",
         )  # fmt: skip
     return optimizer
-
-
-def checked_saving(folder: Path | None, save_every: int | None, plan: Plan) -> int:
-    if save_every is not None and folder is None:
-        raise _check.fail("save_every", save_every, "there is nowhere to save", "give Training a folder")
-    if folder is not None:
-        check_installed()
-    if save_every is not None:
-        return _check.whole("save_every", save_every)
-    if folder is None:
-        return plan.steps
-    expected = plan.steps if plan.examples is None else plan.examples / plan.batch_size
-    return max(1, min(plan.steps, math.ceil(expected)))

@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 from bandmf import _check
 from bandmf.jax.clipping.arguments import check_no_function
 from bandmf.jax.noise import engine
+from bandmf.jax.noise.digest import all_finite
 from bandmf.jax.noise.sharding import as_written, is_explicit, replicated
 from bandmf.jax.random_keys import as_keys_like, as_words
 
@@ -122,3 +124,13 @@ def own_copy(tree: Any) -> Any:
 def is_on_mesh(leaf: Any) -> bool:
     place = leaf.sharding if isinstance(leaf, jax.Array) else None
     return isinstance(place, NamedSharding) and place.mesh.size > 1
+
+
+def is_finite(weights: Any) -> bool:
+    """Whether all of them are; waits for them."""
+    return bool(np.asarray(_is_finite(weights)))
+
+
+@jax.jit
+def _is_finite(weights: Any) -> jax.Array:
+    return all_finite([leaf for leaf in jax.tree.leaves(weights) if jnp.issubdtype(leaf.dtype, jnp.inexact)])

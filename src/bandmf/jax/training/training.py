@@ -13,6 +13,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,14 @@ from jax.sharding import Mesh, NamedSharding
 from bandmf import _check
 from bandmf._interrupts import Termination, uninterrupted
 from bandmf.jax.noise.engine import Engine
-from bandmf.jax.training.arguments import checked_optimizer, checked_saving, takes_key
-from bandmf.jax.training.checkpoint import Checkpoints
+from bandmf.jax.training.arguments import checked_optimizer, takes_key
+from bandmf.jax.training.checkpoint import Checkpoints, check_installed
 from bandmf.jax.training.data import Source
 from bandmf.jax.training.processes import Processes
-from bandmf.jax.training.progress import Progress
-from bandmf.jax.training.state import Held, Parts, State, own_copy
+from bandmf.jax.training.state import Held, Parts, State, is_finite, own_copy
 from bandmf.jax.training.steps import Programs, Secrets, agreed, digests, with_key
 from bandmf.ledger import Ledger
+from bandmf.ledger.progress import Progress, checked_saving
 from bandmf.ledger.run_folder import Opened, plan_of, provenance
 from bandmf.planning import Plan, checked_plan
 from bandmf.randomness.key import Key
@@ -106,6 +107,8 @@ class Training:
         self._optimizer, self._trainable = checked_optimizer(optimizer), trainable
         _check.choice("clipping", clipping, ("auto", "written-out"))
         self._save_every = checked_saving(self.folder, save_every, plan)
+        if self.folder is not None:
+            check_installed()
         self._source = Source(data, plan, micro_batch, sharding)
         mesh = None if sharding is None or plan.devices == 1 else sharding.mesh
         assert mesh is None or isinstance(mesh, Mesh)
@@ -125,7 +128,6 @@ class Training:
         self._held: Held | None = None
         self._frozen: list[Any] = []
         self._state: State | None = None
-        self._lost: int | None = None  # a step that was released and did not reach the weights
         self._saved_at: int | None = None
         self._progress = Progress(plan.steps, self.folder)
         begun = provenance(plan, own, self._sampler, clip_norm=self._clip_norm, per_layer=False)
@@ -172,7 +174,7 @@ class Training:
         """The state after this many steps, in trees of its own: what is done to them does nothing to what is held."""
         weights = self._parts.join(held.trained, self._frozen)
         self._held, self._state = held, State(weights, jax.tree.map(lambda leaf: leaf, held.optimizer), step)
-        self._lost = None
+        self._progress.lost = None
         return self._state
 
     # --- the loop -----------------------------------------------------------------------------------------
@@ -197,7 +199,7 @@ class Training:
                 if self.steps_taken % self._save_every == 0:
                     self._save_now()
                 state = self._advanced(at_once)
-                self._progress.moved(state.step, state.weights)
+                self._progress.moved(state.step, partial(is_finite, state.weights))
                 yield state
                 if termination is not None and termination.asked:
                     break
@@ -225,7 +227,7 @@ class Training:
         self._programs.check_advance(total, held, self._secrets.noise)
         with uninterrupted():
             self._on_ledger(lambda ledger: ledger.release(step, batch, digested))
-            self._lost = step
+            self._progress.lost = step
             held = self._programs.advance(total, held, self._secrets.noise)
             return self._handed_out(held, step + 1)
 
@@ -241,7 +243,7 @@ class Training:
         self._same_everywhere("inputs of the steps", inputs, _TOGETHER)
         with uninterrupted():
             self._on_ledger(lambda ledger: ledger.reserve(step, len(batches), inputs))
-            self._lost = step
+            self._progress.lost = step
             held, words = program(*given)
             sums = list(zip(batches, self._agreed_on(words), strict=True))
             self._on_ledger(lambda ledger: ledger.finish(step, sums))
@@ -265,13 +267,7 @@ class Training:
 
     def _check_current(self, state: State) -> None:
         """Fail where the state is not the last one, as it was handed out, or the weights are not."""
-        if self._progress.closed:
-            raise RuntimeError("this run was closed; construct Training again to go on")
-        if self._lost is not None:
-            way = "construct Training again with this folder: it goes on from its last checkpoint"
-            if self.folder is None:
-                way = "without a folder it cannot go on; what it has released is spent"
-            raise RuntimeError(f"step={self._lost + 1}: was released, but an error kept it from the weights; {way}")
+        self._progress.check_usable()
         if self._held is None or state is not self._state:
             raise RuntimeError(
                 "state: is not the last one; an item is valid until the next is asked for: begin with "
@@ -369,7 +365,7 @@ class Training:
         if self._progress.closed:
             return
         try:
-            if self._lost is None and self.steps_taken:
+            if self._progress.lost is None and self.steps_taken:
                 self._save_now()
         finally:
             self._let_go()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,15 +38,6 @@ def checked_losses(value: Any) -> Losses:
             'such as: lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none")',
         )  # fmt: skip
     return value
-
-
-def checked_saving(folder: Path | None, save_every: int | None, plan: Plan) -> int:
-    if save_every is not None and folder is None:
-        raise _check.fail("save_every", save_every, "there is nowhere to save", "give Training a folder")
-    if save_every is not None:
-        return _check.whole("save_every", save_every)
-    expected = plan.steps if plan.examples is None else plan.examples / plan.batch_size
-    return max(1, min(plan.steps, math.ceil(expected)))
 
 
 def note_modes(model: nn.Module) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from bandmf._interrupts import uninterrupted
 from bandmf.ledger import Ledger
+from bandmf.ledger.progress import Progress
 from bandmf.planning import Plan
 from bandmf.randomness.key import Key
 from bandmf.sampling import Sampler
@@ -48,8 +49,9 @@ class Stepper:
         clipping: Clipping,
         clip_norm: float,
         ranks: Ranks,
+        progress: Progress,
     ) -> None:
-        self.plan, self.sampler, self.ranks = plan, sampler, ranks
+        self.plan, self.sampler, self.ranks, self._progress = plan, sampler, ranks, progress
         self._trained, self._losses, self._clipping = trained, losses, clipping
         self.generators = Generators(key, ranks.rank)
         self.scale = plan.deviation(clip_norm)
@@ -66,7 +68,6 @@ class Stepper:
         self.ledger: Ledger | None = None  # on rank 0, once the run has begun
         self.steps_released = 0  # by this run, in whatever process: what was spent
         self.left_out = torch.zeros((), dtype=torch.int64)  # examples whose gradient was not finite
-        self.lost: int | None = None  # a step that was released and did not reach the weights
 
     @property
     def steps_taken(self) -> int:
@@ -86,12 +87,12 @@ class Stepper:
             with plain_arithmetic(), uninterrupted():
                 add_noise = self.engine.ready(self.noise, self.sums.views, self.scale)
                 self._record(step)
-                self.lost = step  # until it is applied
+                self._progress.lost = step  # until it is applied
                 self.noise = add_noise()
                 self.ranks.sum(self.sums.flats)
                 self.sums.divide(self.plan.batch_size)
                 self._trained.update(self.sums.views, step)
-                self.lost = None
+                self._progress.lost = None
 
     @torch.no_grad()
     def lose_released(self) -> None:

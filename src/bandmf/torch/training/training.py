@@ -6,7 +6,6 @@ import logging
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -17,6 +16,7 @@ from torch import nn
 from bandmf import _check
 from bandmf._interrupts import Termination
 from bandmf.ledger.checks import ReleasedOtherwiseError
+from bandmf.ledger.progress import Progress, checked_saving
 from bandmf.ledger.run_folder import Opened, plan_of, provenance
 from bandmf.planning import Plan, checked_plan
 from bandmf.randomness.key import Key
@@ -24,14 +24,7 @@ from bandmf.sampling import sampler_of
 from bandmf.torch.clipping import checked_mode, make_clipping
 from bandmf.torch.clipping.check import check
 from bandmf.torch.clipping.check.report import Report
-from bandmf.torch.training.arguments import (
-    check_allocated,
-    check_memory,
-    checked_losses,
-    checked_model,
-    checked_saving,
-    note_modes,
-)
+from bandmf.torch.training.arguments import check_allocated, check_memory, checked_losses, checked_model, note_modes
 from bandmf.torch.training.checkpoint import Saved
 from bandmf.torch.training.data import Batches, Collate, Examples
 from bandmf.torch.training.ranks import Ranks
@@ -44,7 +37,6 @@ from bandmf.torch.training.verify.start import Start
 log = logging.getLogger("bandmf")
 
 _LEAST_CLIP_NORM = 1e-15  # float32 does not hold the squares of much smaller gradients
-_FINITE_EVERY = 100  # steps between two looks at the weights
 
 
 class Training:
@@ -143,15 +135,17 @@ class Training:
         self._opened = Opened(self.folder, key, moved, ranks)
         sampler = sampler_of(plan, self._opened.run_key, examples.count())
         ranks.start_equal(model)
-        stepper = Stepper(plan, self._opened.run_key, sampler, trained, losses, self._clipping, clip_norm, ranks)
+        self._progress, self._busy = Progress(plan.steps, self.folder), Lock()
+        stepper = Stepper(
+            plan, self._opened.run_key, sampler, trained, losses, self._clipping, clip_norm, ranks, self._progress
+        )
         check_allocated(plan, stepper)
         self._trained, self._stepper = trained, stepper
         self._batches = Batches(examples, plan, sampler, ranks, stepper.generators, micro_batch)
-        self._progress, self._busy = _Progress(plan.steps, self.folder), Lock()
         self._repeatable = Repeatable(self.folder is not None and trained.device.type == "cuda")
         begun = provenance(plan, self._opened.run_key, sampler, clip_norm=clip_norm, per_layer=per_layer)
         self._begin(begun)
-        weakref.finalize(self, _Progress.end, self._progress)
+        weakref.finalize(self, Progress.end, self._progress)
 
     def _begin(self, begun: dict[str, Any]) -> None:
         """Begin the run, or go on with the one in the folder; a failure leaves nothing locked."""
@@ -190,7 +184,7 @@ class Training:
             return self._advance()
 
     def _advance(self) -> int:
-        self._check_usable()
+        self._progress.check_usable()
         if self.finished:
             raise RuntimeError(f"all {self.plan.steps} steps of the plan were taken; a further one has no budget")
         if self.steps_taken % self._save_every == 0:
@@ -203,9 +197,7 @@ class Training:
         except BaseException:
             self._batches.forget()
             raise
-        self._progress.taken = self.steps_taken
-        if self.steps_taken % _FINITE_EVERY == 0 or self.finished:
-            self._warn_of_weights()
+        self._progress.moved(self.steps_taken, self._trained.is_finite)
         if self.finished:
             self._batches.forget()  # workers that nobody ends are waited for when Python ends
         return self.steps_taken
@@ -233,25 +225,6 @@ class Training:
             yield
         finally:
             self._busy.release()
-
-    def _check_usable(self) -> None:
-        """Fail where the weights are not those of the steps that were released."""
-        if self._progress.closed:
-            raise RuntimeError("this run was closed; construct Training again to go on")
-        if self._stepper.lost is not None:
-            way = "construct Training again with this folder: it goes on from its last checkpoint"
-            if self.folder is None:
-                way = "without a folder it cannot go on; what it has released is spent"
-            raise RuntimeError(
-                f"step={self._stepper.lost + 1}: was released, but an error kept it from the weights; {way}"
-            )
-
-    def _warn_of_weights(self) -> None:
-        if not self._trained.is_finite():
-            log.warning(
-                "step %d: weights are not finite any more; lower the learning rate, or look at the loss",
-                self.steps_taken,
-            )
 
     # --- what it knows ------------------------------------------------------------------------------------
 
@@ -310,7 +283,7 @@ class Training:
     def _save(self) -> Path:
         if self._saved is None:
             raise _check.fail("folder", None, "there is nowhere to save", "give Training a folder")
-        self._check_usable()
+        self._progress.check_usable()
         path = self._saved.save()
         self._saved_at = self.steps_taken
         return path
@@ -328,7 +301,7 @@ class Training:
         if self._progress.closed:
             return
         try:
-            if self._stepper.lost is None:
+            if self._progress.lost is None:
                 self._save_alone()
         finally:
             self._progress.end()
@@ -365,21 +338,3 @@ def _verified(
     for note in found.notes:
         log.warning("verify: %s", note)
     return found
-
-
-@dataclass
-class _Progress:
-    """How far a run is, for the one sentence at its end."""
-
-    steps: int
-    folder: Path | None
-    taken: int = 0
-    closed: bool = False
-
-    def end(self) -> None:
-        if not self.closed and 0 < self.taken < self.steps:
-            way = "without a folder it cannot go on"
-            if self.folder is not None:
-                way = f"the same program goes on from {self.folder}"
-            log.warning("the run ended after step %d of %d; %s", self.taken, self.steps, way)
-        self.closed = True

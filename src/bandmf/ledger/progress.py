@@ -1,0 +1,64 @@
+"""How far a run is, whether it may go on, and what is said of it once; alike in PyTorch and JAX."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from bandmf import _check
+from bandmf.planning import Plan
+
+log = logging.getLogger("bandmf")
+_FINITE_EVERY = 100  # steps between two looks at the weights
+
+
+@dataclass
+class Progress:
+    """Of a run of this many steps: how many it has taken, and whether one of them is lost."""
+
+    steps: int
+    folder: Path | None
+    taken: int = 0
+    lost: int | None = None  # a step that was released and did not reach the weights
+    closed: bool = False
+    warned: bool = False
+
+    def check_usable(self) -> None:
+        """Fail where the weights are not those of the steps that were released."""
+        if self.closed:
+            raise RuntimeError("this run was closed; construct Training again to go on")
+        if self.lost is not None:
+            way = "construct Training again with this folder: it goes on from its last checkpoint"
+            if self.folder is None:
+                way = "without a folder it cannot go on; what it has released is spent"
+            raise RuntimeError(f"step={self.lost + 1}: was released, but an error kept it from the weights; {way}")
+
+    def moved(self, step: int, is_finite: Callable[[], bool]) -> None:
+        """Warn once of weights that are not finite; now and then, as to look waits for the step."""
+        due = step >= self.steps or self.taken // _FINITE_EVERY < step // _FINITE_EVERY
+        self.taken = step
+        if due and not self.warned and not is_finite():
+            self.warned = True
+            log.warning("step %d: weights are not finite any more; lower the learning rate, or look at the loss", step)
+
+    def end(self) -> None:
+        """Close the run; says once if its plan has not ended."""
+        if not self.closed and 0 < self.taken < self.steps:
+            way = "without a folder it cannot go on"
+            if self.folder is not None:
+                way = f"the same program goes on from {self.folder}"
+            log.warning("the run ended after step %d of %d; %s", self.taken, self.steps, way)
+        self.closed = True
+
+
+def checked_saving(folder: Path | None, save_every: int | None, plan: Plan) -> int:
+    """The number of steps between two checkpoints: by default those of an expected epoch."""
+    if save_every is not None and folder is None:
+        raise _check.fail("save_every", save_every, "there is nowhere to save", "give Training a folder")
+    if save_every is not None:
+        return _check.whole("save_every", save_every)
+    expected = plan.steps if plan.examples is None or folder is None else plan.examples / plan.batch_size
+    return max(1, min(plan.steps, math.ceil(expected)))
