@@ -89,13 +89,18 @@ def found(case: Case, mode: str = "bookkeeping", clip_norm: float = 1.0, per_lay
     def losses(model, batch):
         return case.losses(model, *batch)
 
-    clipping.learn(losses, lambda: [(tuple(x[:1].repeat_interleave(n, 0) for x in case.inputs), n) for n in (2, 3)])
+    learn(clipping, losses, lambda n: tuple(x[:1].repeat_interleave(n, 0) for x in case.inputs))
     clipping.add_to(sums, losses, case.inputs, case.rows, case.rows)
     ((small, terms),) = seen
     with torch.no_grad():
         norms = total_squares(small, terms).bound().double()
         gradients = [_alone(small, terms, parameters, number, norms) for number in range(case.rows)]
     return Found(torch.stack(gradients), norms, clipping, sums)
+
+
+def learn(clipping, losses, *copies):
+    """`copies(n)`: a batch of n copies of one example."""
+    clipping.learn(losses, lambda: [((of(2), 2), (of(3), 3)) for of in copies])
 
 
 def _alone(small, terms, parameters, number, norms) -> Tensor:

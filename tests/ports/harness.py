@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import TensorDataset, default_collate
 
 from bandmf.torch.clipping import make_clipping
+from one_at_a_time import learn
 from training import simple_plan
 
 # Float32 rounds to 6e-8. Sums over the places of a layer and the bound on the rounding of norms, which shortens what is
@@ -59,7 +60,7 @@ def clipped_sum(model, losses, chosen, collate, clip_norm):
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     sums = {name: torch.zeros(p.shape) for name, p in parameters.items()}
     clipping = make_clipping("auto", model, parameters, clip_norm, False)
-    clipping.learn(losses, lambda: [(collate([chosen[0]] * n), n) for n in (2, 3)])
+    learn(clipping, losses, lambda n: collate([chosen[0]] * n))
     left_out = clipping.add_to(sums, losses, collate(chosen), len(chosen), len(chosen))
     assert int(left_out) == 0
     return torch.cat([each.flatten().double() for each in sums.values()])

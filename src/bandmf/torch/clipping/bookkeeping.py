@@ -11,7 +11,6 @@ Guarantees:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from bandmf.torch.clipping.contributions.totals import Totals
 from bandmf.torch.clipping.norms import Terms
 from bandmf.torch.clipping.passes import backward, wanted_gradients
 from bandmf.torch.clipping.products import widened
-from bandmf.torch.clipping.protocol import Losses, Parameters, checked_losses
+from bandmf.torch.clipping.protocol import Copies, Losses, Parameters, checked_losses
 from bandmf.torch.clipping.recording.layers import layers_of
 from bandmf.torch.clipping.recording.recorder import Recorder
 from bandmf.torch.clipping.recording.shared import rows_of
@@ -46,18 +45,17 @@ class Bookkeeping:
         rest = f"; by torch.func, at more cost: {', '.join(by_function)}" if by_function else ""
         return f"book-keeping, {len(self.layers) - len(by_function)} layers by rules{rest}"
 
-    def learn(self, losses: Losses, batches: Callable[[], Sequence[tuple[Any, int]]]) -> None:
-        """See, from two batches of different sizes, what has rows of examples; where layers leave a doubt."""
-        if not any(layer.is_in_doubt for layer in self.layers):
-            return
+    def learn(self, losses: Losses, batches: Callable[[], Sequence[tuple[Copies, Copies]]]) -> None:
+        """See, from batches of copies, what has a row for each example."""
 
         def run(batch: Any, examples: int) -> None:
-            with self._recorder.of(self.layers, self._bare, examples):
+            with self._recorder.of(self.layers, (), examples):
                 losses(self._model, batch)
 
+        device = next(iter(self._parameters.values())).device
         with wanted_gradients(self._model, self._parameters):
-            passes = [partial(run, *each) for each in batches()]
-            self._recorder.calls.look(passes, [next(iter(self._parameters.values())).device])
+            for one, more in batches():
+                self._recorder.calls.look(run, one, more, device)
 
     def add_to(self, sums: dict[str, Tensor], losses: Losses, batch: Any, examples: int, valid: int) -> Tensor:
         """Add the clipped gradients of the first `valid` examples; how many of them were not finite."""

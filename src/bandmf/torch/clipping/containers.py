@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -30,6 +30,18 @@ def each_tensor(value: Any, change: Callable[[Tensor], Any]) -> Any:
         held = {f.name: each_tensor(getattr(value, f.name), change) for f in fields(value) if f.init}
         return replace(value, **held)
     return value
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Those of a batch, or of what a layer gives."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(each)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from tensors_in(getattr(value, field.name))
 
 
 def differentiable(batch: Any) -> Any:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 Parameters = dict[str, nn.Parameter]
-
-
+Copies = tuple[Any, int]  # a batch of copies of one example, and how many they are
 Losses = Callable[[nn.Module, Any], Tensor]  # one loss for each example of a batch
 
 
@@ -19,8 +18,8 @@ class Clipping(Protocol):
     """Clips the gradients of the examples of a batch and adds them up."""
 
     def explain(self) -> str: ...
-    def learn(self, losses: Losses, batches: Callable[[], Sequence[tuple[Any, int]]]) -> None:
-        """Learn what it needs to know of layers from two batches, and how many examples each has; before all sums."""
+    def learn(self, losses: Losses, batches: Callable[[], Sequence[tuple[Copies, Copies]]]) -> None:
+        """Learn what it needs to know of layers, from fewer and more copies of examples; before all sums."""
 
     def add_to(self, sums: dict[str, Tensor], losses: Losses, batch: Any, examples: int, valid: int) -> Tensor:
         """Add the clipped gradients of the first `valid` of so many examples to the float32 sums.

@@ -144,7 +144,7 @@ def _owners_of(owner: Tensor | None, each: int | None, parts: int | None) -> Own
     assert owner is not None
     if owner.numel() and bool((owner < 0).any()):
         raise _outside()
-    return Listed(owner.detach().long())
+    return Listed(owner.detach().long().clone())  # a loop may refill its own
 
 
 def _outside() -> ValueError:

@@ -22,7 +22,7 @@ from bandmf.torch.clipping.adding import Adder
 from bandmf.torch.clipping.contributions import Pack
 from bandmf.torch.clipping.passes import eagerly
 from bandmf.torch.clipping.products import widened
-from bandmf.torch.clipping.protocol import Losses, Parameters, checked_losses
+from bandmf.torch.clipping.protocol import Copies, Losses, Parameters, checked_losses
 from bandmf.torch.clipping.refusals import UnsupportedError
 from bandmf.torch.noise.precision import plain_arithmetic
 
@@ -52,7 +52,7 @@ class Vmapped:
         size = sum(parameter.numel() for parameter in parameters.values())
         self._at_once = max(1, _WRITTEN // max(1, size))
 
-    def learn(self, losses: Losses, batches: Callable[[], Sequence[tuple[Any, int]]]) -> None:
+    def learn(self, losses: Losses, batches: Callable[[], Sequence[tuple[Copies, Copies]]]) -> None:
         """Nothing is in doubt."""
 
     def explain(self) -> str:

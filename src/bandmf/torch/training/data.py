@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import operator
+import pickle
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 from bandmf import _check
 from bandmf.planning import Plan
 from bandmf.sampling import Sampler
+from bandmf.torch.clipping.protocol import Copies
 from bandmf.torch.training import loaders
 from bandmf.torch.training.generators import Generators, SeededIndices, generator
 from bandmf.torch.training.ranks import Ranks
@@ -89,10 +91,15 @@ class Examples:
         last = len(by_size) - 1
         return [by_size[place] for place in sorted({round(last * n / (_VERIFIED - 1)) for n in range(_VERIFIED)})]
 
-    def copies(self, device: torch.device) -> list[tuple[Any, int]]:
-        """Batches of two and of three copies of one example, and these numbers."""
-        example = self.some()[0]
-        return [(to_device(self.collate([copy.copy(example) for _ in range(n)]), device), n) for n in (2, 3)]
+    def copies(self, device: torch.device) -> list[tuple[Copies, Copies]]:
+        """Of the smallest and of the largest of a few examples: a batch of two copies, and one of three."""
+        some = self.some()
+        chosen = [some[0]] if _size(some[0]) == _size(some[-1]) else [some[0], some[-1]]
+
+        def of(example: Any, count: int) -> Copies:
+            return to_device(self.collate([copy.copy(example) for _ in range(count)]), device), count
+
+        return [(of(example, 2), of(example, 3)) for example in chosen]
 
     def fit_together(self, some: list[Any]) -> bool:
         """Whether they can be in one batch."""
@@ -261,8 +268,18 @@ class _IndexLists:
 
 def _size(example: Any) -> int:
     """How much an example holds: texts and graphs differ by it."""
-    leaves = pytree.tree_leaves(example)
-    return sum(leaf.numel() if isinstance(leaf, torch.Tensor) else np.size(leaf) for leaf in leaves)
+    return sum(map(_size_of, pytree.tree_leaves(example)))
+
+
+def _size_of(leaf: Any) -> int:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.numel()
+    if isinstance(leaf, np.ndarray):
+        return leaf.size
+    try:
+        return len(pickle.dumps(leaf))  # pictures, graphs
+    except Exception:  # what cannot be stored
+        return 1
 
 
 def _examples_of(stream: Any) -> Iterator[Any]:

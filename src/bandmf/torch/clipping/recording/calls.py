@@ -1,13 +1,13 @@
 """Which tensors a layer is given with a row for each example, and which once for all of them, as positions are.
 
 A tensor may be as long as there are examples by chance, so lengths alone decide nothing. Before the first step the
-losses are computed twice, without gradients, on two and on three copies of one example: what became longer with them
-has their rows, and what stayed as it was belongs to all. Of a layer whose calls differ in that, nothing is known.
+losses are computed on two and on three copies of one example, and of another one: what grew with the copies has one row
+for each, and what stayed as it was belongs to all. Of a layer whose calls differ in that, nothing is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from bandmf.randomness import generators
+from bandmf.torch.clipping.protocol import Copies
 
 if TYPE_CHECKING:
     from bandmf.torch.clipping.recording.recorder import Layer
 
-Seen = dict[
-    tuple["Layer", str], list[tuple[tuple[int, ...], int]]
-]  # shapes, call by call, and how many rows there were
+FIRST = "[0][0]"  # the path of the first argument
+Seen = dict[tuple["Layer", str], list[tuple[tuple[int, ...], int]]]  # call by call: shape, and how many rows there were
 
 
 def tensors_of(args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
@@ -36,29 +36,32 @@ class Calls:
 
     def __init__(self) -> None:
         self._seen: Seen | None = None  # while the losses are computed to see
-        self._known: dict[tuple[Layer, str, int], bool | None] = {}  # by the dimension as well
+        self._known: dict[tuple[Layer, str, int], set[bool | None]] = {}  # by the dimension as well
 
-    def look(self, passes: Sequence[Callable[[], object]], devices: Sequence[torch.device]) -> None:
-        """From two passes over different numbers of examples; one that fails shows nothing."""
-        on_gpus = [device for device in devices if device.type == "cuda"]
-        found: list[Seen] = []
-        for run in passes:
-            self._seen = {}
-            try:
-                with torch.no_grad(), generators.lent(), torch.random.fork_rng(on_gpus):
-                    run()
-            except Exception:
-                return
-            finally:
-                seen, self._seen = self._seen, None
-            found.append(seen)
-        one, other = found
-        for (layer, path), calls in one.items():
-            again = other.get((layer, path), [])
-            for dimension in range(max(len(shape) for shape, _ in calls)):
-                values = {_decided(*pair, dimension) for pair in zip(calls, again, strict=False)}
-                is_clear = len(values) == 1 and len(calls) == len(again)
-                self._known[layer, path, dimension] = values.pop() if is_clear else None
+    @property
+    def is_looking(self) -> bool:
+        return self._seen is not None
+
+    def look(self, run: Callable[[Any, int], object], one: Copies, more: Copies, device: torch.device) -> None:
+        """From two batches of copies of one example; where one of them fails, nothing is known."""
+        seen = [self._seen_in(lambda each=each: run(*each), device) for each in (one, more)]
+        for layer, path in seen[0].keys() | seen[1].keys():
+            calls, again = (each.get((layer, path), []) for each in seen)
+            for dimension in range(max(len(shape) for shape, _ in (*calls, *again))):
+                pairs = zip(calls, again, strict=False)
+                values = {_decided(*pair, dimension) for pair in pairs} if len(calls) == len(again) else {None}
+                self._known.setdefault((layer, path, dimension), set()).update(values)
+
+    def _seen_in(self, run: Callable[[], object], device: torch.device) -> Seen:
+        self._seen = {}
+        try:
+            with generators.lent(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+                run()
+            return self._seen
+        except Exception:  # whatever a program says to copies
+            return {}
+        finally:
+            self._seen = None
 
     def see(self, layer: Layer, args: Any, kwargs: Any, count: int) -> None:
         """A call that is not recorded."""
@@ -66,13 +69,10 @@ class Calls:
             for path, tensor in tensors_of(args, kwargs):
                 self._seen.setdefault((layer, path), []).append((tuple(tensor.shape), count))
 
-    def is_mixed(self, layer: Layer, path: str) -> bool:
-        """Whether its calls were seen to differ, so that each has to be taken for both."""
-        return self._known.get((layer, path, 0), True) is None
-
-    def has_rows(self, layer: Layer, paths: Sequence[str], dimension: int) -> list[bool | None]:
-        """Whether this dimension of each tensor counts the examples, or their rows; None: unknown."""
-        return [self._known.get((layer, path, dimension)) for path in paths]
+    def has_rows(self, layer: Layer, path: str, dimension: int) -> bool | None:
+        """Whether this dimension of a tensor counts the examples, or their rows, in every call; None: unknown."""
+        values = self._known.get((layer, path, dimension), {None})
+        return next(iter(values)) if len(values) == 1 else None
 
 
 def _decided(one: tuple[tuple[int, ...], int], other: tuple[tuple[int, ...], int], dimension: int) -> bool | None:

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from bandmf.torch.clipping.contributions.totals import Described
-from bandmf.torch.clipping.recording.calls import tensors_of
+from bandmf.torch.clipping.recording.calls import FIRST, tensors_of
 from bandmf.torch.clipping.recording.fallback import changed
 from bandmf.torch.clipping.recording.notes import ANCHOR
 from bandmf.torch.clipping.recording.recorder import Layer, Recorder
@@ -34,9 +34,10 @@ class Recorded:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         recorder = self.recorder
+        if recorder.calls.is_looking:
+            recorder.calls.see(self.layer, args, kwargs, recorder.count(owners()))
+            return self.own(*args, **kwargs)
         if recorder.is_silent or not torch.is_grad_enabled():
-            if self.layer.is_in_doubt:
-                recorder.calls.see(self.layer, args, kwargs, recorder.count(owners()))
             return self.own(*args, **kwargs)
         given = [*args, *kwargs.values()]
         if any(isinstance(each, Shared) for each in given):
@@ -45,7 +46,22 @@ class Recorded:
             ):
                 return by_layer(self.layer, recorder, args, kwargs)
             args, kwargs = self.with_rows(args, kwargs)
+        elif self._is_given_once(args, kwargs):
+            return by_layer(self.layer, recorder, args, kwargs)
         return self.record(args, kwargs)
+
+    def _is_given_once(self, args: Any, kwargs: Any) -> bool:
+        """Whether all examples share what a layer with a rule is given, such as coordinates."""
+        layer, whose = self.layer, owners()
+        if layer.rule in (None, embedding) or (whose is not None and whose.dimensions > 1):
+            return False
+        given = self._input(args, kwargs)
+        if not isinstance(given, Tensor) or given.requires_grad:
+            return False
+        if given.ndim > layer.batch and given.shape[layer.batch] == 1:
+            return self.recorder.count(whose) > 1
+        path = FIRST if args else next(tensors_of(args, kwargs))[0]
+        return self.recorder.calls.has_rows(layer, path, layer.batch) is False
 
     def with_rows(self, args: Any, kwargs: Any) -> Any:
         """What is Shared among the inputs, with a row for each example in front."""
@@ -87,17 +103,12 @@ class Recorded:
         if whose is not None and whose.dimensions > 1:
             return False
         count, (path, _) = recorder.count(whose), next(tensors_of(args, kwargs))
-        (has_rows,) = recorder.calls.has_rows(self.layer, [path], 0)
         if indices.ndim and len(indices) == count:
-            if has_rows is not None:
-                return not has_rows
-            is_doubtful = indices.ndim == 1 or indices.shape[1] == count
-            return count > 1 and (is_doubtful or recorder.calls.is_mixed(self.layer, path))
+            return count > 1 and not recorder.calls.has_rows(self.layer, path, 0)
         if indices.ndim < 2:
             return True
-        (is_second,) = recorder.calls.has_rows(self.layer, [path], 1)
-        time_first = indices.shape[1] == count if is_second is None else is_second
-        return not time_first and len(indices) > 1
+        is_time_first = recorder.calls.has_rows(self.layer, path, 1)
+        return not is_time_first and len(indices) > 1
 
     def _record_unit(self, args: Any, kwargs: Any) -> Any:
         """Whatever runs inside is part of the layer, even a module that is also used, and recorded, elsewhere."""

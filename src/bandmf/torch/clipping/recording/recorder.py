@@ -25,7 +25,7 @@ from bandmf.torch.clipping.recording.notes import ANCHOR, Note, base_of
 from bandmf.torch.clipping.recording.shared import of_parameter
 from bandmf.torch.clipping.refusals import not_by_function, other_rows, second_order
 from bandmf.torch.clipping.rows import Owners, by_example, owners
-from bandmf.torch.clipping.rules import Rule, embedding
+from bandmf.torch.clipping.rules import Rule
 from bandmf.torch.noise.precision import plain_arithmetic
 
 
@@ -45,11 +45,6 @@ class Layer:
     def input_name(self) -> str:
         """Of the first argument of its `forward`."""
         return list(inspect.signature(type(self.module).forward).parameters)[1]
-
-    @property
-    def is_in_doubt(self) -> bool:
-        """Whether its calls may be given what all examples share: positions, tables, masks."""
-        return self.rule is embedding or self.by_function
 
     def parameters(self) -> list[nn.Parameter]:
         """Those at hand now: FSDP2 exchanges them."""
@@ -196,7 +191,7 @@ class Recorder:
         paths = [path for path, _ in tensors_of(args, kwargs)]
         known: list[bool | None] = [None] * len(paths)
         if whose is None or whose.dimensions == 1:
-            known = self.calls.has_rows(layer, paths, layer.batch)
+            known = [self.calls.has_rows(layer, path, layer.batch) for path in paths]
         return Call(layer, args, kwargs, self.count(whose), known)
 
     def note_unit(self, call: Call, output: Any) -> Any:

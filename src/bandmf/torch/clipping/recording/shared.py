@@ -41,7 +41,6 @@ _NOT_ROWS = (
     "meets tensors whose first dimension does not count the examples (if it is time, give them the examples first: "
     "batch_first=True, or transpose)"
 )
-_RANDOM = ("bernoulli", "multinomial", "rrelu", "rand", "normal", "feature_alpha", "uniform", "exponential")
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,8 +120,6 @@ class _Operation:
 
     def derived(self) -> Any:
         """Of Shared values and constants alone: such values again."""
-        if any(part in self.name for part in _RANDOM):
-            raise self.node.fail(f"is used by {self.name}, which draws random numbers")
         if self.name in _DROPOUT:  # what is dropped is a constant
             return self.shared[0] * self.call([_ones(leaf) for leaf in self.leaves])
         if (self.name.endswith("_") and not self.name.endswith("__")) or self.name == "setitem":
@@ -226,7 +223,10 @@ def derive(call: Callable[[list[Any]], Any], leaves: Sequence[Any]) -> Any:
     nodes = {n: leaf.node for n, leaf in enumerate(leaves) if isinstance(leaf, Shared)}
     first = next(iter(nodes.values()))
     sources = tuple(dict.fromkeys(source for node in nodes.values() for source in node.sources))
+    before = random_state(first.value)
     output, spec = pytree.tree_flatten(call([_plain(leaf) for leaf in leaves]))
+    if not torch.equal(before, random_state(first.value)):
+        raise first.fail("is used by an operation that draws random numbers")
     constants = [None if n in nodes else _finite(leaf) for n, leaf in enumerate(leaves)]
 
     def recipe(number: int) -> Recipe:
@@ -264,11 +264,7 @@ def by_layer(layer: Layer, recorder: Recorder, args: Any, kwargs: Any) -> Any:
         with recorder.silent():
             return functional_call(layer.module, dict(zip(names, given, strict=False)), args, kwargs)
 
-    before = random_state(handed[0].node.value)
-    output = derive(call, [*handed, *leaves])
-    if not torch.equal(before, random_state(handed[0].node.value)):
-        raise not_shared(layer.path, "is given nothing of the examples, and draws random numbers")
-    return output
+    return derive(call, [*handed, *leaves])
 
 
 def _rows(leaf: Any, ndim: int) -> Any:

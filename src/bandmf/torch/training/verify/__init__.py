@@ -136,5 +136,6 @@ def _sums(passes: Passes, clipping: str, found: Compared) -> Compared:
 
 def _clipped(passes: Passes, clipping: str, found: Compared, members: list[int], sums: dict[str, Tensor]) -> Draws:
     clip, count = make_clipping(clipping, passes.model, passes.trained, _HUGE, False), len(members)
-    clip.learn(passes.losses, lambda: [(passes.batch([0] * n), n) for n in (2, 3)])
+    ends = (0, passes.count - 1)
+    clip.learn(passes.losses, lambda: [((passes.batch([e] * 2), 2), (passes.batch([e] * 3), 3)) for e in ends])
     return passes.clipped(members, found.style, lambda losses, batch: clip.add_to(sums, losses, batch, count, 1))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bandmf.torch.clipping.containers import each_tensor
+from bandmf.torch.clipping.containers import each_tensor, tensors_in
 from bandmf.torch.clipping.passes import eagerly
 from bandmf.torch.clipping.protocol import Losses, checked_losses
 from bandmf.torch.clipping.rows import Owners, owners
@@ -149,7 +149,7 @@ class Passes:
             stack.enter_context(self._ready())
             stack.enter_context(draws)
             batch = self.batch(members)
-            each_tensor(batch, found.batch.append)
+            found.batch.extend(tensors_in(batch))
             if inputs:
                 batch = each_tensor(batch, lambda tensor: _tracked(tensor, found))
             if tracked:
@@ -187,7 +187,8 @@ def _watched(model: nn.Module, found: Pass, inputs: bool) -> Iterator[None]:
             is_number = isinstance(output, Tensor) and output.is_floating_point()
             if inputs and is_number and torch.is_grad_enabled() and not output.requires_grad:  # it is frozen
                 output = output.detach().clone().requires_grad_().clone()
-            each_tensor(output, lambda tensor: _note(found, name, tensor))
+            for tensor in tensors_in(output):
+                _note(found, name, tensor)
             return output
 
         return note
