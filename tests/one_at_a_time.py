@@ -178,8 +178,18 @@ def added(model, losses, batch, examples, valid=None, mode="auto", clip_norm=1.0
         name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32), requires_grad=False)
         for name, p in parameters.items()
     }
+    if (copies := _copies(batch, examples)) is not None:
+        learn(clipping, losses, copies)
     clipping.add_to(sums, losses, batch, examples, examples if valid is None else valid)
     return flat(sums)
+
+
+def _copies(batch, examples):
+    """Batches of copies of the first example, where everything has a row for each."""
+    leaves = pytree.tree_leaves(batch)
+    if not all(isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == examples for leaf in leaves):
+        return None
+    return lambda n: pytree.tree_map(lambda leaf: leaf[:1].repeat_interleave(n, 0), batch)
 
 
 def assert_clipped_as_single_examples(model, losses, batch, batches, mode="auto", most=1e-9) -> None:

@@ -107,6 +107,18 @@ def normalized(m, x):
     return m.last(m.first(x) @ (m.weight / m.weight.norm(dim=0, keepdim=True)))
 
 
+def normalizing_function(m, x):
+    return m.last(functional.layer_norm(m.first(x), (D,), m.gamma, m.several[0]))
+
+
+def group_normalizing_function(m, x):
+    return m.last(functional.group_norm(m.first(x).mT, 2, m.gamma, m.several[0]).mT)
+
+
+def einsum(m, x):
+    return m.last(torch.einsum("btd,de->bte", m.first(x), m.weight))
+
+
 def half_used(m, x):
     a, b = m.gamma.chunk(2)
     return m.last(m.first(x) * torch.cat([a, 3 * b]))
@@ -137,8 +149,8 @@ def own():
 WAYS = [
     cls_token, cls_token_repeated, cls_and_registers_of_one_call, positions_before_examples, layer_scale,
     scale_of_raw_inputs, mask_token, mask_of_numbers, matrix, matrix_of_vectors, queries,
-    queries_through_a_layer_before_rows, bias_of_pairs, through_a_list, normalized, half_used, dropped_out, in_place,
-    under_checkpointing,
+    queries_through_a_layer_before_rows, bias_of_pairs, through_a_list, normalized, normalizing_function,
+    group_normalizing_function, einsum, half_used, dropped_out, in_place, under_checkpointing,
 ]  # fmt: skip
 
 
@@ -237,8 +249,7 @@ def test_categories_of_the_examples_train_even_if_there_are_as_many_as_places(ex
 
 
 @pytest.mark.parametrize("way", [
-    lambda m, x: m.last(functional.layer_norm(m.first(x), (D,), m.gamma)),
-    lambda m, x: m.last(torch.einsum("btd,de->bte", m.first(x), m.weight)),
+    lambda m, x: m.last(torch.einsum("btd,de->tbe", m.first(x), m.weight).transpose(0, 1)),
     lambda m, x: m.last(torch.cat([m.first(x), m.cls], 0)[: len(x)]),
     lambda m, x: m.last((m.first(x).transpose(0, 1) + m.pos[0, :T, None]).transpose(0, 1)),
 ])  # fmt: skip

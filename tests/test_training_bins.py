@@ -124,6 +124,7 @@ def taken(plan, data):
         return losses(model, batch)
 
     training = open_run(plan, data, losses=noted)
+    steps.clear()  # copies that were tried
     train(training)
     sizes = [len(training._stepper.sampler.batch(step)) for step in range(plan.steps)]
     return [batch[:size] for batch, size in zip(steps, sizes, strict=True)]  # an empty one is filled
@@ -203,7 +204,7 @@ def test_however_batches_are_loaded_the_weights_are_the_same(way, name):
 def test_one_pass_over_a_stream_collects_several_bins(blt):
     stream = Stream(small_data(blt.examples))
     train(open_run(blt, stream))
-    assert stream.passes == 5  # twenty bins, four at a time
+    assert stream.passes == 1 + 5, "one for examples to try the losses on; then twenty bins, four at a time"
 
 
 # --- restarts ---------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import verify_cases as cases
 from bandmf.torch import Training, verify
 from bandmf.torch.training.verify import draws as drawing
 from bandmf.torch.training.verify.draws import STYLES, Draws, following
+from one_at_a_time import clipped, singles
 from training import simple_plan
 
 torch.manual_seed(0)
@@ -88,6 +89,35 @@ def test_losses_that_are_no_vector_raise():
 def test_the_number_of_examples_is_checked(count):
     with pytest.raises(ValueError, match=rf"len\(examples\)={count}: must be .* between 2 and 8"):
         verify(cases.net(), cases.each, cases.vectors(count))
+
+
+# --- other ways of clipping -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", cases.not_recorded())
+def test_what_book_keeping_cannot_describe_is_clipped_in_another_way_that_is_named(name):
+    torch.manual_seed(0)
+    case, mode = cases.not_recorded()[name]
+    found = report(case)
+    assert (found.ok, found.clipping) == (True, mode)
+    assert re.search(f"is {mode!r} here.*{case.names}", found.notes[-1].reason)
+    plainly = report(case, clipping="bookkeeping")
+    assert re.search(case.names, str(plainly.problems[0]))
+
+
+@pytest.mark.parametrize("name", cases.not_recorded())
+def test_training_takes_that_way_and_adds_what_autograd_finds_one_example_at_a_time(name, caplog):
+    torch.manual_seed(0)
+    case, mode = cases.not_recorded()[name]
+    before, clip_norm = copy.deepcopy(case.model), 0.5
+    optimizer = torch.optim.SGD(case.model.parameters(), lr=1.0)
+    plan = simple_plan(steps=1, examples=4, batch_size=4, bands=1, noise_multiplier=1e-6)  # all in one batch
+    list(Training(case.model, case.losses, optimizer, case.examples, plan, clip_norm=clip_norm))
+    assert f"is {mode!r} here" in caplog.text
+    batches = [torch.utils.data.default_collate([example]) for example in case.examples]
+    expected = clipped(singles(before, case.losses, batches), clip_norm)
+    moved = [(a - b).flatten().double() for a, b in zip(before.parameters(), case.model.parameters(), strict=True)]
+    torch.testing.assert_close(torch.cat(moved) * plan.batch_size, expected, rtol=0, atol=1e-4)
 
 
 # --- legitimate programs ----------------------------------------------------------------------------------

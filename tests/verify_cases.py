@@ -367,8 +367,34 @@ def wrong():
             names="max_norm",
         ),
         "weights that are rewritten": Case(Rewriting(), each, vectors(), names="'inner.0.bias' changes"),
-        "a weight outside its layer": Case(Tied(), each, vectors(), names="'?embed.weight'?"),
-        "gradients scaled by the batch": Case(net(), scaled_gradients, vectors(), names="a hook depends on the whole"),
+    }
+
+
+# --- those that book-keeping cannot describe, and other ways of clipping can -----------------------------------
+
+
+class Branching(Tied):
+    """Its way depends on the data, which torch.func cannot map either."""
+
+    def forward(self, x):
+        return super().forward(x) * (2 if x.sum().item() > 0 else 1)
+
+
+def gradient_penalty(model, batch):
+    """A penalty on the gradient to the input."""
+    x = batch[0].clone().requires_grad_()
+    scores = model(x)
+    (slope,) = torch.autograd.grad(scores.sum(), x, create_graph=True)
+    return functional.cross_entropy(scores, batch[1], reduction="none") + slope.square().sum(1)
+
+
+def not_recorded():
+    """Each with the way that takes it, and what book-keeping says."""
+    return {
+        "a weight outside its layer": (Case(Tied(), each, vectors(), names="'?embed.weight'?"), "vmap"),
+        "gradients scaled by the batch": (Case(net(), scaled_gradients, vectors(), names="a hook depends"), "vmap"),
+        "a way that depends on the data": (Case(Branching(), each, vectors(), names="'embed.weight'"), "one-by-one"),
+        "gradient penalty": (Case(net(), gradient_penalty, vectors(), names="differentiate a gradient"), "one-by-one"),
     }
 
 

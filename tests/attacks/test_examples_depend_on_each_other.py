@@ -13,8 +13,8 @@ import verify_cases as cases
 from bandmf.torch import verify
 
 
-def assert_refused(model, sentence, examples=None, losses=cases.each, collate=None):
-    found = verify(model, losses, cases.vectors() if examples is None else examples, collate=collate)
+def assert_refused(model, sentence, examples=None, losses=cases.each, collate=None, **options):
+    found = verify(model, losses, cases.vectors() if examples is None else examples, collate=collate, **options)
     assert not found.ok, "was accepted"
     text = " | ".join(map(str, found.problems))
     assert re.search(sentence, text), text
@@ -113,12 +113,13 @@ class TwoTexts(nn.Module):
         return self.out(torch.cat([first, second], 1))
 
 
-def test_a_layer_that_is_called_with_some_examples_only_is_refused():
+def test_a_layer_that_is_called_with_some_examples_only_is_refused_by_book_keeping_and_takes_one_by_one():
     torch.manual_seed(0)
     examples = cases.vectors()
     for place, (x, _) in enumerate(examples):
         x[0] = x[0].abs() * (-1) ** place
-    assert_refused(TwoTexts(), r"'?read'?.*rows", examples)
+    assert_refused(TwoTexts(), r"'?read'?.*rows", examples, clipping="bookkeeping")
+    assert verify(TwoTexts(), cases.each, examples).clipping == "one-by-one"
 
 
 class Teacher(nn.Module):

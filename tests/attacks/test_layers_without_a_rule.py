@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from bandmf.torch.clipping import make_clipping
-from one_at_a_time import Case, clipped, empty_sums, exact, flat, probe_losses, trained
+from one_at_a_time import Case, clipped, empty_sums, exact, flat, learn, probe_losses, trained
 
 CLIP, WIDTH = 0.3, 6
 
@@ -85,7 +85,12 @@ def clipping_of(model):
 
 def assert_as_one_at_a_time(clipping, model, *inputs, losses=probe_losses):
     case, sums = Case(model, inputs, losses), empty_sums(trained(model))
-    clipping.add_to(sums, lambda model, batch: losses(model, *batch), inputs, case.rows, case.rows)
+
+    def of_batch(model, batch):
+        return losses(model, *batch)
+
+    learn(clipping, of_batch, lambda n: tuple(x[:1].repeat_interleave(n, 0) for x in inputs))
+    clipping.add_to(sums, of_batch, inputs, case.rows, case.rows)
     expected = clipped(exact(case), CLIP)
     assert float((flat(sums) - expected).norm()) < 1e-4 * CLIP * case.rows
 

@@ -15,7 +15,7 @@ from bandmf.torch.clipping import Outer, make_clipping, norms
 from bandmf.torch.clipping.contributions import outer
 from bandmf.torch.clipping.norms import rounding
 from bandmf.torch.clipping.products import live_places
-from one_at_a_time import empty_sums, flat, trained
+from one_at_a_time import empty_sums, flat, learn, trained
 from sweeps import in_turn, some_long
 
 CLIP, COPIES, LONG, WORDS, WIDTH = 0.1, 32, 120, 40, 32
@@ -136,6 +136,7 @@ def added(model, rows, mode, valid=None):
             return model.losses(scores, tokens)
 
         clipping = make_clipping("auto", model, parameters, CLIP, False)
+        learn(clipping, losses, lambda n: padded(rows[:1] * n))
         clipping.add_to(sums, losses, tokens, len(rows), len(rows) if valid is None else valid)
     return flat(sums) / CLIP
 

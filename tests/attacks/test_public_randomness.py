@@ -79,7 +79,9 @@ def run_of(model, data, steps=1, **options):
     """Every example is in every batch."""
     seen, optimizer = Seen(), torch.optim.SGD(model.parameters(), lr=0.1)
     plan = simple_plan(examples=EXAMPLES, batch_size=EXAMPLES, bands=1, noise_multiplier=1e-25, steps=steps)
-    return Training(model, seen, optimizer, data, plan, clip_norm=1.0, verify=False, **options), seen
+    training = Training(model, seen, optimizer, data, plan, clip_norm=1.0, verify=False, **options)
+    seen.inputs.clear()  # copies that were tried
+    return training, seen
 
 
 def vectors():

@@ -120,11 +120,12 @@ def test_packed_texts():
     assert mean_loss(model, packed_losses, data, pack) < before
 
 
-def test_packed_texts_without_owners_are_refused(monkeypatch):
+def test_packed_texts_without_owners_are_refused_by_book_keeping(monkeypatch):
     """A planted error: one row of words for all texts is not the same row for each of them."""
     torch.manual_seed(0)
     monkeypatch.setattr(sys.modules[__name__], "rows", lambda owner: nullcontext())
     model, data = Packed(), list(some_texts(64))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    options = {"clip_norm": 1.0, "collate": pack, "clipping": "bookkeeping"}
     with pytest.raises((RuntimeError, ValueError), match="rows"):
-        Training(model, packed_losses, optimizer, data, quiet_plan(data), clip_norm=1.0, collate=pack).advance()
+        Training(model, packed_losses, optimizer, data, quiet_plan(data), **options).advance()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -157,13 +158,16 @@ class TimeFirstTransformer(nn.Module):
         return self.head(x[0])
 
 
-def test_time_first_transformer_is_refused_with_the_way_out():
+def test_time_first_transformer_trains_by_vmap_and_is_told_the_faster_way(caplog):
     """Its embeddings have time first, which only its author knows."""
     torch.manual_seed(0)
     model, data = TimeFirstTransformer(), labeled_texts(48)
-    optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises((RuntimeError, ValueError), match="batch_first=True, or transpose"):
-        Training(model, label_losses, optimizer, data, quiet_plan(data), clip_norm=1.0, collate=padded).advance()
+    before = mean_loss(model, label_losses, data, padded)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in Training(model, label_losses, optimizer, data, quiet_plan(data), clip_norm=1.0, collate=padded):
+        pass
+    assert re.search(r"'vmap' here.*batch_first=True, or transpose", caplog.text)
+    assert mean_loss(model, label_losses, data, padded) < before
 
 
 # --- recurrent networks -----------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from torch import nn
 from bandmf import _check
 from bandmf.torch.clipping.bookkeeping import Bookkeeping
 from bandmf.torch.clipping.contributions import Outer, Rows
+from bandmf.torch.clipping.one_by_one import OneByOne
 from bandmf.torch.clipping.protocol import Clipping, Losses, Parameters
 from bandmf.torch.clipping.refusals import refuse_mixing, refuse_shared_memory, suspects
 from bandmf.torch.clipping.rules import rule, total
@@ -14,17 +15,19 @@ from bandmf.torch.clipping.vmapped import Vmapped
 
 __all__ = ["Clipping", "Losses", "Outer", "Parameters", "Rows", "make_clipping", "rule", "total"]
 
-MODES = ("auto", "bookkeeping", "vmap")
+KINDS: dict[str, type[Bookkeeping] | type[Vmapped] | type[OneByOne]] = {
+    "auto": Bookkeeping, "bookkeeping": Bookkeeping, "vmap": Vmapped, "one-by-one": OneByOne,
+}  # fmt: skip
 
 
 def checked_mode(mode: str) -> str:
-    """One of MODES."""
-    return _check.choice("clipping", mode, MODES)
+    """One of KINDS."""
+    return _check.choice("clipping", mode, tuple(KINDS))
 
 
 def make_clipping(mode: str, model: nn.Module, parameters: Parameters, clip_norm: float, per_layer: bool) -> Clipping:
-    """The clipping for a mode; "auto" is book-keeping."""
-    kind = Vmapped if checked_mode(mode) == "vmap" else Bookkeeping
+    """The clipping for a mode; "auto" is book-keeping, where `verify` has not found that another one is needed."""
+    kind = KINDS[checked_mode(mode)]
     refuse_mixing(suspects(model))
     refuse_shared_memory(model)
     return kind(model, parameters, clip_norm, per_layer)

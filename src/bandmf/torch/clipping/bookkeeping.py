@@ -11,6 +11,7 @@ Guarantees:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,14 +49,15 @@ class Bookkeeping:
     def learn(self, losses: Losses, batches: Callable[[], Sequence[tuple[Copies, Copies]]]) -> None:
         """See, from batches of copies, what has a row for each example."""
 
-        def run(batch: Any, examples: int) -> None:
-            with self._recorder.of(self.layers, (), examples):
-                losses(self._model, batch)
+        def run(several: tuple[Copies, Copies]) -> None:
+            for batch, examples in several:
+                with self._recorder.of(self.layers, (), examples):
+                    losses(self._model, batch)
 
         device = next(iter(self._parameters.values())).device
         with wanted_gradients(self._model, self._parameters):
-            for one, more in batches():
-                self._recorder.calls.look(run, one, more, device)
+            for pair in batches():
+                self._recorder.calls.look(partial(run, pair), device)
 
     def add_to(self, sums: dict[str, Tensor], losses: Losses, batch: Any, examples: int, valid: int) -> Tensor:
         """Add the clipped gradients of the first `valid` examples; how many of them were not finite."""

@@ -79,6 +79,17 @@ class Listed:
     def count(self, examples: int) -> int:
         return self.owner.numel()
 
+    @property
+    def first(self) -> Listed:
+        """The owner of the first row alone."""
+        return Listed(self.owner.flatten()[:1])
+
+    @cached_property
+    def is_one(self) -> bool:
+        """Whether all rows belong to one example."""
+        flat = self.owner.flatten()
+        return bool(len(flat)) and bool((flat == flat[0]).all())
+
     @cached_property
     def _order(self) -> tuple[Tensor, Tensor]:
         """The rows sorted by owner, and how many rows each owner has, up to the last one that has any."""

@@ -75,7 +75,7 @@ class PrivateTrainer(Trainer):
             on where it was. Must be outside `output_dir`.
         key: As in bandmf.torch.Training, like the four that follow.
         moved: A folder that was moved or copied.
-        clipping: "auto" or "vmap".
+        clipping: How gradients are clipped.
         per_layer: Clip each parameter tensor on its own.
         verify: Look for examples that depend on each other before the first step.
         may_end_early: Let training end before the plan does; otherwise that is an error.

@@ -12,6 +12,7 @@ import operator
 import pickle
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -80,8 +81,9 @@ class Examples:
         """How many there are; None if the data does not say."""
         return len(self.source) if hasattr(self.source, "__len__") else None
 
+    @cached_property
     def some(self) -> list[Any]:
-        """A few examples for verify, from everywhere in the data: none that sampling has chosen."""
+        """A few examples to try the losses on, from everywhere in the data: none that sampling has chosen."""
         if self.is_stream:
             found = [example for _, example in zip(range(_LOOKED_AT), _examples_of(self.source), strict=False)]
         else:
@@ -93,7 +95,7 @@ class Examples:
 
     def copies(self, device: torch.device) -> list[tuple[Copies, Copies]]:
         """Of the smallest and of the largest of a few examples: a batch of two copies, and one of three."""
-        some = self.some()
+        some = self.some
         chosen = [some[0]] if _size(some[0]) == _size(some[-1]) else [some[0], some[-1]]
 
         def of(example: Any, count: int) -> Copies:

@@ -74,7 +74,8 @@ class Training:
         key: Your own secret, instead of a fresh random one. Each run has secrets of its own, derived from it.
         collate: Makes a batch of a list of examples.
         workers: Processes that load data.
-        clipping: "auto" (book-keeping) or "vmap" (torch.func over the whole loss, at its price in memory).
+        clipping: "bookkeeping"; "vmap" (torch.func over the whole loss, at its price in memory); "one-by-one" (plain
+            autograd, one example at a time); or "auto": the first of them that can describe the model, as verify finds.
         per_layer: Clip each parameter tensor on its own, to clip_norm / sqrt(number of tensors).
         verify: Look for examples that depend on each other before the first step (`bandmf.torch.verify`).
         moved: States once what happened to a folder that has moved: "moved" (the original is gone) or "copied" (a new
@@ -128,10 +129,13 @@ class Training:
         with trained.in_a_step():
             check(model, clipping=clipping).refuse()
             check_memory(plan, trained, ranks)
-            self._clipping = make_clipping(clipping, model, trained.parameters, clip_norm, per_layer)
+            self._verified = _verified(model, losses, examples, clipping, micro_batch) if verify else None
+            mode = clipping if self._verified is None else self._verified.clipping
+            ranks.same_settings({"clipping": mode})
+            micro_batch = 1 if mode == "one-by-one" else micro_batch
+            self._clipping = make_clipping(mode, model, trained.parameters, clip_norm, per_layer)
             with Start(model):
                 self._clipping.learn(losses, partial(examples.copies, trained.device))
-            self._verified = _verified(model, losses, examples, clipping, micro_batch) if verify else None
         self._opened = Opened(self.folder, key, moved, ranks)
         sampler = sampler_of(plan, self._opened.run_key, examples.count())
         ranks.start_equal(model)
@@ -327,7 +331,7 @@ def _verified(
     model: nn.Module, losses: Losses, examples: Examples, clipping: str, micro_batch: int | None
 ) -> Report | None:
     """Refuse what verify finds; what it could not compare."""
-    some = examples.some()
+    some = examples.some
     if len(some) < 2:
         return None
     if micro_batch == 1 and not examples.fit_together(some):

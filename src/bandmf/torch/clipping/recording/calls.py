@@ -1,8 +1,8 @@
 """Which tensors a layer is given with a row for each example, and which once for all of them, as positions are.
 
 A tensor may be as long as there are examples by chance, so lengths alone decide nothing. Before the first step the
-losses are computed on two and on three copies of one example, and of another one: what grew with the copies has one row
-for each, and what stayed as it was belongs to all. Of a layer whose calls differ in that, nothing is known.
+losses are computed on two and on three copies of one example, and of another one: what always has a row for each copy
+has rows of examples, and what stayed as it was belongs to all. Of anything else, nothing is known.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from bandmf.randomness import generators
-from bandmf.torch.clipping.protocol import Copies
 
 if TYPE_CHECKING:
     from bandmf.torch.clipping.recording.recorder import Layer
@@ -36,51 +35,54 @@ class Calls:
 
     def __init__(self) -> None:
         self._seen: Seen | None = None  # while the losses are computed to see
-        self._known: dict[tuple[Layer, str, int], set[bool | None]] = {}  # by the dimension as well
+        self._pairs: list[Seen] = []  # what was seen with two and with three copies of an example
+        self._known: dict[tuple[Layer, str, int], bool | None] = {}  # by the dimension as well
 
     @property
     def is_looking(self) -> bool:
         return self._seen is not None
 
-    def look(self, run: Callable[[Any, int], object], one: Copies, more: Copies, device: torch.device) -> None:
-        """From two batches of copies of one example; where one of them fails, nothing is known."""
-        seen = [self._seen_in(lambda each=each: run(*each), device) for each in (one, more)]
-        for layer, path in seen[0].keys() | seen[1].keys():
-            calls, again = (each.get((layer, path), []) for each in seen)
-            for dimension in range(max(len(shape) for shape, _ in (*calls, *again))):
-                pairs = zip(calls, again, strict=False)
-                values = {_decided(*pair, dimension) for pair in pairs} if len(calls) == len(again) else {None}
-                self._known.setdefault((layer, path, dimension), set()).update(values)
-
-    def _seen_in(self, run: Callable[[], object], device: torch.device) -> Seen:
-        self._seen = {}
+    def look(self, run: Callable[[], object], device: torch.device) -> None:
+        """While the losses of copies are computed; where that fails, nothing is known."""
+        self._seen, self._known = {}, {}
         try:
             with generators.lent(), torch.random.fork_rng([device] if device.type == "cuda" else []):
                 run()
-            return self._seen
+            self._pairs.append(self._seen)
         except Exception:  # whatever a program says to copies
-            return {}
+            self._pairs.append(_NOTHING)
         finally:
             self._seen = None
 
     def see(self, layer: Layer, args: Any, kwargs: Any, count: int) -> None:
         """A call that is not recorded."""
-        if self._seen is not None:
-            for path, tensor in tensors_of(args, kwargs):
-                self._seen.setdefault((layer, path), []).append((tuple(tensor.shape), count))
+        assert self._seen is not None
+        for path, tensor in tensors_of(args, kwargs):
+            self._seen.setdefault((layer, path), []).append((tuple(tensor.shape), count))
 
     def has_rows(self, layer: Layer, path: str, dimension: int) -> bool | None:
         """Whether this dimension of a tensor counts the examples, or their rows, in every call; None: unknown."""
-        values = self._known.get((layer, path, dimension), {None})
-        return next(iter(values)) if len(values) == 1 else None
+        key = layer, path, dimension
+        if key not in self._known:
+            pairs = [seen[layer, path] for seen in self._pairs if (layer, path) in seen]
+            failed = any(seen is _NOTHING for seen in self._pairs)
+            self._known[key] = None if failed or not pairs else _decided(pairs, dimension)
+        return self._known[key]
 
 
-def _decided(one: tuple[tuple[int, ...], int], other: tuple[tuple[int, ...], int], dimension: int) -> bool | None:
+_NOTHING: Seen = {}
+
+
+def _decided(pairs: list[list[tuple[tuple[int, ...], int]]], dimension: int) -> bool | None:
     """A length of 1 tells nothing: it may be repeated."""
-    (shape, count), (longer, more) = one, other
-    here, there = (each[dimension] if len(each) > dimension else 0 for each in (shape, longer))
-    if count == more:
-        return None
-    if (here, there) == (count, more):
+    lengths = [[(shape[dimension] if len(shape) > dimension else 0, count) for shape, count in pair] for pair in pairs]
+    every = [each for pair in lengths for each in pair]
+    if all(length == count for length, count in every) and len(set(every)) > 1:
         return True
-    return False if here == there != 1 else None
+    return False if all(_is_constant(pair) for pair in lengths) else None
+
+
+def _is_constant(pair: list[tuple[int, int]]) -> bool:
+    """Whether lengths stay what they are while the number of rows does not."""
+    lengths, counts = (set(each) for each in zip(*pair, strict=True))
+    return len(lengths) == 1 and len(counts) > 1 and 1 not in lengths

@@ -34,8 +34,10 @@ class Call:
     of the batch, so that no example is differentiated with the rows of others.
     """
 
-    def __init__(self, layer: Layer, args: Any, kwargs: Any, rows: int, known: Sequence[bool | None]) -> None:
-        self.layer, self._rows = layer, rows
+    def __init__(
+        self, layer: Layer, args: Any, kwargs: Any, rows: int, known: Sequence[bool | None], is_one: bool
+    ) -> None:
+        self.layer, self._rows, self.is_one = layer, rows, is_one  # whether all rows are one example's
         self._leaves, self._shape = pytree.tree_flatten((args, kwargs))
         self._places = [n for n, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
         self.given: list[Tensor] = [self._leaves[n] for n in self._places]
@@ -85,7 +87,7 @@ class Call:
 
     def gradients(self, saved: tuple[Tensor, ...], gradient: Tensor, number: int) -> dict[str, Tensor]:
         """(examples, *shape) for each parameter of the layer, from the gradient of one of its outputs."""
-        if not any(self._cut):  # a part of the output is no example, even if there are as many
+        if not any(self._cut) and not self.is_one:  # a part of the output is no example, even if there are as many
             raise self._refusal(
                 "is given nothing that has one row for each example; weight_norm and other parametrizations are like "
                 "that, leave them out"
@@ -95,7 +97,10 @@ class Call:
         back = _Backward(parameters, saved, gradient, number)
         device, dtype, enabled = self._autocast
         with torch.autocast(device, dtype=dtype, enabled=enabled):
-            found = self._each(self._cut, back) if self._sure else self._told_apart(back)
+            if self.is_one:
+                found = {name: each[None] for name, each in self._whole(back, back.saved, back.gradient).items()}
+            else:
+                found = self._each(self._cut, back) if self._sure else self._told_apart(back)
         return {name: each.to(wide(each.dtype)) for name, each in found.items()}
 
     def _told_apart(self, back: _Backward) -> dict[str, Tensor]:
@@ -151,6 +156,11 @@ class Call:
         except RuntimeError:  # a layer whose way depends on the data, say: it takes one example at a time
             return _one_by_one(grad(loss), back, dims, batch)
 
+    def _whole(self, back: _Backward, inputs: Sequence[Tensor], gradient: Tensor) -> dict[str, Tensor]:
+        """The gradient of a call as it was made."""
+        _, pull_back, *_ = vjp(lambda chosen: self._output(chosen, inputs, back.number), back.parameters)
+        return dict(pull_back(gradient)[0])
+
     def _check_sum(self, cut: list[bool], back: _Backward, found: dict[str, Tensor]) -> None:
         """Fail unless the gradients of the examples add up to that of the batch, where nothing is cut.
 
@@ -169,12 +179,11 @@ class Call:
         gradient = back.gradient.index_select(batch, kept).movedim(batch, -1)
         gradient = (gradient * weights.to(gradient.dtype)).movedim(-1, batch)
         before = random_state(gradient)
-        _, pull_back, *_ = vjp(lambda chosen: self._output(chosen, inputs, back.number), back.parameters)
+        whole = self._whole(back, inputs, gradient)
         if not torch.equal(before, random_state(gradient)):
             if self._is_known:
                 return
             raise self._refusal(f"draws random numbers, and it is not clear which of its inputs are rows; {_REMEDY}")
-        whole = pull_back(gradient)[0]
         off = {
             name: torch.einsum("i,i...->...", weights.to(each.dtype), each[kept]) - whole[name]
             for name, each in found.items()

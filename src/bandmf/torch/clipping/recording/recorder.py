@@ -24,7 +24,7 @@ from bandmf.torch.clipping.recording.fallback import Call
 from bandmf.torch.clipping.recording.notes import ANCHOR, Note, base_of
 from bandmf.torch.clipping.recording.shared import of_parameter
 from bandmf.torch.clipping.refusals import not_by_function, other_rows, second_order
-from bandmf.torch.clipping.rows import Owners, by_example, owners
+from bandmf.torch.clipping.rows import Listed, Owners, by_example, owners
 from bandmf.torch.clipping.rules import Rule
 from bandmf.torch.noise.precision import plain_arithmetic
 
@@ -192,7 +192,7 @@ class Recorder:
         known: list[bool | None] = [None] * len(paths)
         if whose is None or whose.dimensions == 1:
             known = [self.calls.has_rows(layer, path, layer.batch) for path in paths]
-        return Call(layer, args, kwargs, self.count(whose), known)
+        return Call(layer, args, kwargs, self.count(whose), known, isinstance(whose, Listed) and whose.is_one)
 
     def note_unit(self, call: Call, output: Any) -> Any:
         """The same as `note` for such a layer."""
@@ -211,13 +211,15 @@ class Recorder:
         def receive(saved: tuple[Tensor, ...], gradient: Tensor) -> None:
             if not self._arrives(layer.path):
                 return
+            owner = whose.first if isinstance(whose, Listed) and call.is_one else whose
             with self._lock, self.silent():
-                self._check_rows(layer, whose, gradient.movedim(layer.batch, 0) if gradient.ndim else gradient)
+                if not call.is_one:
+                    self._check_rows(layer, whose, gradient.movedim(layer.batch, 0) if gradient.ndim else gradient)
                 try:
                     found: Described = dict(call.gradients(saved, gradient, number))
                 except Exception as error:
                     raise not_by_function(error) from error
-                self._add({layer.names[name]: term for name, term in found.items()}, whose)
+                self._add({layer.names[name]: term for name, term in found.items()}, owner)
 
         return receive
 

@@ -11,6 +11,7 @@ comparing lengths. An operation that is not known raises an error that names the
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.func import functional_call, vjp, vmap
+from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from bandmf.torch.clipping.contributions.totals import Described
@@ -36,6 +38,9 @@ _POINTWISE = {
 }  # fmt: skip
 _CAT = {"cat", "concat", "concatenate", "stack"}
 _REPEATS = {"expand", "expand_as", "repeat", "tile", "broadcast_to"}
+_NORMALIZING: dict[str, Callable[..., Tensor]] = {
+    each.__name__: each for each in (functional.layer_norm, functional.group_norm, functional.rms_norm)
+}
 _DROPOUT = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout"}
 _NOT_ROWS = (
     "meets tensors whose first dimension does not count the examples (if it is time, give them the examples first: "
@@ -187,9 +192,44 @@ class _Operation:
             x, weight, *bias = (*self.leaves, None)[:3]
             output = self._matmul(x, weight.mT)
             return output if bias[0] is None else output + bias[0]
+        if self.name == "einsum":
+            return self._einsum()
+        if self.name in _NORMALIZING and not isinstance(self.leaves[0], Shared):
+            return self._normalized()
         if all(each.node.once is not None for each in self.shared):
             return self.call([_rows(leaf, leaf.ndim) if isinstance(leaf, Shared) else leaf for leaf in self.leaves])
         raise self.node.fail(f"meets examples in {self.name}")
+
+    def _einsum(self) -> Any:
+        """What is Shared gets the letter of the examples, which comes first in all that is theirs and in the result."""
+        equation, *operands = self.leaves
+        inputs, _, output = equation.replace(" ", "").partition("->")
+        letters = inputs.split(",")
+        theirs = [n for n, operand in enumerate(operands) if of_examples(operand)]
+        first = output[:1]
+        if not first.isalpha() or "." in inputs or any(letters[n][0] != first for n in theirs):
+            raise self.node.fail("meets examples in an einsum whose result does not begin with them")
+        for n in theirs:
+            self._check_rows(operands[n].ndim, [operands[n]])
+        for n, operand in enumerate(operands):
+            if isinstance(operand, Shared):
+                if first in letters[n][1:]:
+                    raise self.node.fail("meets examples in an einsum")
+                letters[n] = first + letters[n].removeprefix(first)
+                operands[n] = _rows(operand, len(letters[n]))
+        return self.func(f"{','.join(letters)}->{output}", *operands)
+
+    def _normalized(self) -> Any:
+        """Normalized without weights, which are multiplied and added afterwards."""
+        args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
+        given = inspect.signature(_NORMALIZING[self.name]).bind(*args, **kwargs)
+        weight, bias = (given.arguments.pop(name, None) for name in ("weight", "bias"))
+        output = self.func(*given.args, **given.kwargs)
+        if self.name == "group_norm":
+            places = [1] * (output.ndim - 2)
+            weight, bias = (None if each is None else each.view(-1, *places) for each in (weight, bias))
+        output = output if weight is None else output * weight
+        return output if bias is None else output + bias
 
     def _matmul(self, left: Tensor, right: Tensor) -> Tensor:
         """x @ W: for each example a matrix of its own."""

@@ -15,6 +15,7 @@ Not covered: what depends on the others only for examples unlike the ones given.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,20 +60,37 @@ def verify(
         examples: Two to eight, as a data set gives them, that differ in length, class and size; public or made-up ones
             will do.
         collate: Makes a batch of a list of examples.
-        clipping: As in Training.
+        clipping: As in Training. With "auto" the report says which one these examples need, if it is not book-keeping.
     """
     examples = list(examples)
     _check.whole("len(examples)", len(examples), 2, _MOST)
+    given = model, losses, examples, collate or default_collate
+    report, is_clipping = _report(*given, clipping)
+    for mode in ("vmap", "one-by-one") if clipping == "auto" and is_clipping else ():
+        other, _ = _report(*given, mode)
+        if other.ok:
+            return replace(other, notes=(*other.notes, sentences.other_clipping(mode, report.problems[0])))
+    return report
+
+
+def _report(
+    model: nn.Module, losses: Losses, examples: Sequence[Any], collate: Collate, clipping: str
+) -> tuple[Report, bool]:
+    """What there is to say, and whether another way of clipping may have no problem."""
     notes: list[Finding] = []
-    problems = list(check(model, clipping=clipping).problems)
+    problems, is_clipping = list(check(model, clipping=clipping).problems), False
     if not problems:
         with exact(), Start(model) as start:
-            passes = Passes(model, losses, examples, collate or default_collate, start)
-            problems, notes = _looked_at(passes, clipping)
-    return Report(type(model).__name__, clipping, tuple(problems), tuple(notes))
+            passes = Passes(model, losses, examples, collate, start)
+            problems, notes, alone = _looked_at(passes)
+            if not problems and alone is not None:
+                summed = _sums(passes, clipping, alone)
+                problems, notes, is_clipping = summed.problems, [*notes, *summed.notes], bool(summed.problems)
+    return Report(type(model).__name__, clipping, tuple(problems), tuple(notes)), is_clipping
 
 
-def _looked_at(passes: Passes, clipping: str) -> tuple[list[Finding], list[Finding]]:
+def _looked_at(passes: Passes) -> tuple[list[Finding], list[Finding], Compared | None]:
+    """Problems, notes, and what clipping can be compared with."""
     notes = []
     passes.profile()
     if passes.failed is not None:
@@ -93,17 +111,13 @@ def _looked_at(passes: Passes, clipping: str) -> tuple[list[Finding], list[Findi
         notes.append(sentences.not_judged(error))
     problems = list(_changes(passes.model, *changed))
     if leak is not None:
-        return [*problems, leak], notes
+        return [*problems, leak], notes, None
     found = compare(passes, full, other, judged.gradients, tried)
     notes += found.notes
     problems += found.problems
     if any(isinstance(each, DTensor) for each in passes.trained.values()):
-        return problems, [*notes, sentences.not_whole()]
-    if not problems and tried:
-        summed = _sums(passes, clipping, found)
-        problems += summed.problems
-        notes += summed.notes
-    return problems, notes
+        return problems, [*notes, sentences.not_whole()], None
+    return problems, notes, found if tried else None
 
 
 def _changes(model: nn.Module, one: dict[str, Tensor | None], other: dict[str, Tensor | None]) -> Iterator[Finding]:
@@ -119,16 +133,18 @@ def _sums(passes: Passes, clipping: str, found: Compared) -> Compared:
 
     It is the sum of the first one: a sum over all would not show what is attributed to the wrong example.
     """
-    first, *others = sorted(found.alone)
+    first = min(found.alone)
+    others = [each for each in range(passes.count) if each != first]
     sums = {n: torch.zeros(p.shape, dtype=torch.float32, device=p.device) for n, p in passes.trained.items()}
     try:
-        draws = _clipped(passes, clipping, found, [first, *others], sums)
+        members = [first] if clipping == "one-by-one" else [first, *others]
+        draws = _clipped(passes, clipping, found, members, sums)
     except (RuntimeError, ValueError, TypeError) as error:
         return Compared([sentences.no_clipping(error)])
     differ = gradients_differ(dict(sums), found.alone[first], passes.is_half, found.rounding)
     if found.notes or not differ:
         return Compared()
-    if draws.shapes != passes([first, *others]).draws.shapes:
+    if draws.shapes != passes(members).draws.shapes:
         return Compared([], [sentences.not_summed()])
     lost = [name for name in differ if not bool(sums[name].any())]
     return Compared([sentences.lost(n) if n in lost else sentences.other_sum(n) for n in differ])

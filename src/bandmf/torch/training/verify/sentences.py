@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from bandmf.torch.clipping.refusals import Finding
 
+CLIPPING = "clipping"  # what a finding is of that other ways of clipping may not have
 _CHANGES = "so one example changes what the others contribute"
 _OWN = "compute the loss of each example from that example alone"
 
@@ -160,10 +163,21 @@ def other_sum(name: str) -> Finding:
 
 
 def no_clipping(error: Exception) -> Finding:
-    return Finding("clipping", f"fails on these examples: {error}", "")
+    return Finding(CLIPPING, f"fails on these examples: {error}", "")
 
 
 # --- notes --------------------------------------------------------------------------------------------------
+
+
+def other_clipping(mode: str, finding: Finding) -> Finding:
+    """`finding` is what keeps a model from book-keeping."""
+    price = "memory for the gradient of every example" if mode == "vmap" else "a pass for each example"
+    why = finding.reason if finding.layer == CLIPPING else replace(finding, remedy="")
+    return Finding(
+        CLIPPING,
+        f"is {mode!r} here, which costs {price}: book-keeping cannot describe this model ({why})",
+        finding.remedy or f"give clipping={mode!r} to choose that from the start",
+    )
 
 
 def not_compared() -> Finding:
@@ -175,13 +189,11 @@ def not_compared() -> Finding:
 
 
 def not_summed() -> Finding:
-    return Finding(
-        "clipping", "was not compared with autograd: it draws random numbers in another order, or others", ""
-    )
+    return Finding(CLIPPING, "was not compared with autograd: it draws random numbers in another order, or others", "")
 
 
 def not_whole() -> Finding:
-    return Finding("clipping", "was not compared with autograd: each rank has a shard of the gradients", "")
+    return Finding(CLIPPING, "was not compared with autograd: each rank has a shard of the gradients", "")
 
 
 def not_judged(error: Exception) -> Finding:
