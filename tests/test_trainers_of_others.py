@@ -172,6 +172,7 @@ def test_lightning_refuses_what_acts_on_gradients(option):
 def on_two_ranks(folder):
     fit(module := Module(), strategy="ddp", devices=2)
     torch.save(weights(module), folder / f"lightning-{module.global_rank}.pt")
+    AcceleratorState._reset_state(True)  # a rank is a fork of a process that may have had one
     accelerator, model = Accelerator(cpu=True), small_model()
     optimizer = sgd(model)
     model, optimizer = accelerator.prepare(model, optimizer)

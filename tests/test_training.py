@@ -23,8 +23,9 @@ from training import RUN_ID, losses, same_run, simple_plan, small_data, small_mo
 KEY = Key(bytes(range(32)))
 RUN_KEY = KEY.for_run(RUN_ID)  # what noise and batches derive from
 CLIP = 0.5
-# Sums are float32 whatever the model's dtype, so two ways to the same weights agree to its rounding, not to float64's.
-ROUNDING = 1e-7
+# Sums are float32 whatever the model's dtype, so two ways to the same weights agree to its rounding, not to float64's:
+# a few units in the last place of sums that are about one.
+ROUNDING = 5e-7
 
 
 def private_run(plan, dtype=torch.float64, model=None, optimizer=None, data=None, **options):
@@ -210,7 +211,7 @@ def one_gradient(**options):
 def test_what_one_example_adds_has_at_most_the_clip_norm(clipping, clip_norm):
     gradients = one_gradient(clipping=clipping, clip_norm=clip_norm)
     norm = sum(float((g**2).sum()) for g in gradients.values()) ** 0.5
-    assert norm <= clip_norm * (1 + ROUNDING)
+    assert norm <= clip_norm * (1 + 1e-7)
     model, (x, y) = small_model(torch.float64), small_data(1, dtype=torch.float64)[0]
     losses(model, (x[None], y[None])).sum().backward()
     plain = torch.cat([p.grad.flatten() for p in model.parameters()])
