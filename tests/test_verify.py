@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import random
 import re
-import time
 from itertools import pairwise
 
 import numpy as np
@@ -303,15 +302,7 @@ def resnet18():
 def test_a_resnet18_is_accepted_at_the_cost_of_a_few_passes():
     torch.manual_seed(0)
     model, examples = resnet18(), cases.pictures(size=32)
-    batch = torch.utils.data.default_collate(examples * 4)
-
-    def step():
-        begin = time.process_time()
-        cases.each(model, batch).sum().backward()
-        return time.process_time() - begin
-
-    took = min(step() for _ in range(2))
-    begin = time.process_time()
-    found = verify(model, cases.each, examples)
-    assert found.ok
-    assert time.process_time() - begin < 8 * took  # of 16 examples
+    rows = []
+    model.register_forward_hook(lambda _, given, __: rows.append(len(given[0])))
+    assert verify(model, cases.each, examples).ok
+    assert sum(rows) <= 8 * len(examples)  # forward passes; benchmarks/training_gpu.py times them

@@ -151,6 +151,30 @@ class Swapped(nn.Module):
         return self.out(self.read(x[order]).tanh()[order])
 
 
+class Remembering(nn.Module):
+    """A buffer or weight that a batch changes in the same way whatever the order of its examples."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.inner, self.kind = net(), kind
+        self.table = nn.Embedding(4, 6)
+        self.register_buffer("seen", torch.zeros(6 if kind == "largest" else 4))
+
+    def forward(self, batch):
+        x, y = batch
+        if self.kind == "largest":
+            self.seen.copy_(torch.maximum(self.seen, x.detach().abs().amax(0)))
+        elif self.kind == "marked":
+            self.seen[y] = 1
+        else:
+            torch.embedding_renorm_(self.table.weight.data, y, 0.1, 2.0)
+        return self.inner(x + self.table(y))
+
+
+def remembered(model, batch):
+    return functional.cross_entropy(model(batch), batch[1], reduction="none")
+
+
 class Counting(nn.Module):
     """A buffer that follows the data."""
 
@@ -366,6 +390,9 @@ def wrong():
             vectors(),
             names="max_norm",
         ),
+        "largest value": Case(Remembering("largest"), remembered, vectors(), names="'seen' changes in the forward pass"),
+        "what was seen": Case(Remembering("marked"), remembered, vectors(), names="'seen' changes in the forward pass"),
+        "renorm": Case(Remembering("renorm"), remembered, vectors(), names="'table.weight' changes in the forward pass"),
         "weights that are rewritten": Case(Rewriting(), each, vectors(), names="'inner.0.bias' changes"),
     }
 
@@ -522,6 +549,19 @@ def masked_words(model, batch):
     return losses.sum(1) / hidden.sum(1).clamp(min=1)
 
 
+class Caching(Reader):
+    """A table of positions that grows with the longest text so far."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("turns", torch.zeros(1, 8))
+
+    def forward(self, tokens):
+        if tokens.shape[1] > len(self.turns):
+            self.turns = (torch.arange(tokens.shape[1])[:, None] / 10 ** torch.arange(8)).sin()
+        return super().forward(tokens)
+
+
 class Hidden(nn.Module):
     """Hides a random part of each example, by the order of random numbers."""
 
@@ -627,6 +667,7 @@ def legitimate():
         "hidden patches": Case(Hidden(), hidden_patches, pictures(size=3)),
         "time first": Case(TimeFirst(), each, pictures(size=2)),
         "a counter": Case(Steps(), each, vectors()),
+        "a growing table": Case(Caching(), own_mean, texts(), padded),
         "bfloat16": Case(convolution(), half, pictures()),
         "Gumbel and multinomial": Case(net(), chosen, vectors()),
         "equal examples": Case(net(), each, vectors(1) * 3),

@@ -109,7 +109,7 @@ def _looked_at(passes: Passes) -> tuple[list[Finding], list[Finding], Compared |
         other = passes(orders[1])
         changed = [changed[0], passes.start.changes()]
         notes.append(sentences.not_judged(error))
-    problems = list(_changes(passes.model, *changed))
+    problems = list(_changes(passes, *changed))
     if leak is not None:
         return [*problems, leak], notes, None
     found = compare(passes, full, other, judged.gradients, tried)
@@ -120,12 +120,16 @@ def _looked_at(passes: Passes) -> tuple[list[Finding], list[Finding], Compared |
     return problems, notes, found if tried else None
 
 
-def _changes(model: nn.Module, one: dict[str, Tensor | None], other: dict[str, Tensor | None]) -> Iterator[Finding]:
+def _changes(passes: Passes, *several: dict[str, Tensor | None]) -> Iterator[Finding]:
     """After two different batches: a counter is the same after both, a statistic of the data is not."""
-    buffers = {name for name, _ in model.named_buffers()}
-    for name in one.keys() | other.keys():
-        if (name in one) != (name in other) or not same_bits(one.get(name), other.get(name)):
-            yield sentences.changed(name, name in buffers or name not in dict(model.named_parameters()))
+    buffers = {name for name, _ in passes.model.named_buffers()}
+    for name in sorted(set(passes.changed_by_copies).union(*several)):
+        one, other = (passes.start.after(each, name) for each in several)
+        # A maximum of the data, or what was seen of it, shows beside a batch of copies; a table grows with its texts.
+        copies = passes.start.after(passes.changed_by_copies, name)
+        has_grown = None in (one, copies) or one.shape != copies.shape  # type: ignore[union-attr]
+        if not same_bits(one, other) or not (has_grown or same_bits(one, copies)):
+            yield sentences.changed(name, name in buffers or name not in dict(passes.model.named_parameters()))
 
 
 def _sums(passes: Passes, clipping: str, found: Compared) -> Compared:

@@ -76,6 +76,7 @@ class Passes:
         self.places: dict[tuple[str, int], int] = {}  # of what is seen, likewise
         self.unassigned = self.is_half = False
         self._redraws = True  # in the backward pass, as checkpoints do
+        self.changed_by_copies: dict[str, Tensor | None] = {}  # weights and buffers, in a pass of one example's copies
 
     def profile(self) -> None:
         """Find out, from copies of one example, which dimensions count examples."""
@@ -85,6 +86,7 @@ class Passes:
             self.smallest, self.failed = 2, error
             one = self([0, 0], tracked=True)
         two = self([0] * (self.smallest + 1), tracked=True)
+        self.changed_by_copies = self.start.changes()
         self._redraws = bool(one.draws.shapes)
         if self._redraws:
             with suppress(RuntimeError):  # of reentrant checkpoints

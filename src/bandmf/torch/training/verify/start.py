@@ -61,6 +61,12 @@ class Start:
             changed[name] = now[name].detach().clone()
         return changed
 
+    def after(self, changes: dict[str, Tensor | None], name: str) -> Tensor | None:
+        """What a parameter or buffer was after a pass with these changes."""
+        if name in changes or name not in self._tensors:
+            return changes.get(name)
+        return self._tensors[name][1]
+
     @torch.no_grad()
     def put_back(self) -> None:
         """Not right after a pass, but before the next one: its graph may hold what has changed."""
