@@ -390,9 +390,13 @@ def wrong():
             vectors(),
             names="max_norm",
         ),
-        "largest value": Case(Remembering("largest"), remembered, vectors(), names="'seen' changes in the forward pass"),
+        "largest value": Case(
+            Remembering("largest"), remembered, vectors(), names="'seen' changes in the forward pass"
+        ),
         "what was seen": Case(Remembering("marked"), remembered, vectors(), names="'seen' changes in the forward pass"),
-        "renorm": Case(Remembering("renorm"), remembered, vectors(), names="'table.weight' changes in the forward pass"),
+        "renorm": Case(
+            Remembering("renorm"), remembered, vectors(), names="'table.weight' changes in the forward pass"
+        ),
         "weights that are rewritten": Case(Rewriting(), each, vectors(), names="'inner.0.bias' changes"),
     }
 
