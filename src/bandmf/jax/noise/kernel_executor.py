@@ -10,11 +10,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import jax.numpy as jnp
-from jax import shard_map
 from jax.sharding import Mesh, PartitionSpec
 
 from bandmf.jax.noise.executor import Array, Vectors
-from bandmf.jax.noise.sharding import REPLICATED, Layout
+from bandmf.jax.noise.sharding import REPLICATED, Layout, on_each_device
 from bandmf.jax.noise.tables import Table
 from bandmf.noise.schedule import Schedule
 
@@ -80,7 +79,7 @@ class KernelExecutor(ABC):
             targets, pairs = ({name: specs[name] for name in near}, {name: (row[name], row[name]) for name in names})
             given = REPLICATED, REPLICATED, targets, pairs
             out = {name: (specs[name], row[name], row[name]) for name in names}
-            here = shard_map(here, mesh=mesh, in_specs=given, out_specs=out, check_vma=False)
+            here = on_each_device(here, mesh, given, out)
         rows = {name: (vectors.history[name], vectors.prepared[name]) for name in names}
         numbers = vectors.step, vectors.refreshed, key, scale
         return here(numbers, vectors.table, {name: gradients[name] for name in near}, rows)

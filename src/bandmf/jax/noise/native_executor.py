@@ -44,7 +44,9 @@ class NativeExecutor(KernelExecutor):
         spans = layout.spans(tensor)
         starts = jnp.stack([jnp.asarray(part, jnp.uint32).reshape(-1) for part in spans.starts])
         schedule, recurrence = self._schedule, self._schedule.recurrence
-        decays = recurrence.decays if isinstance(recurrence, BufferRecurrence) else ()
+        decays = jnp.zeros(0, jnp.float32)
+        if isinstance(recurrence, BufferRecurrence):
+            decays = jnp.asarray(recurrence.decays, jnp.float32)
         kind = KINDS[type(recurrence)]
         settings = spans.length, tensor, self._cipher_rounds, kind, schedule.steps, schedule.lookahead
         call = jax.ffi.ffi_call(
@@ -52,6 +54,6 @@ class NativeExecutor(KernelExecutor):
             [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in buffers],
             input_output_aliases={GRADIENT: 0, HISTORY: 1, PREPARED: 2},
         )
-        given = *numbers, *table, jnp.asarray(decays, jnp.float32), starts, *buffers
+        given = *numbers, *table, decays, starts, *buffers
         target, history, prepared = call(*given, settings=np.array(settings, np.int64))
         return target, history, prepared

@@ -7,7 +7,7 @@ noise from a flat history moves once, to where the gradient lies.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,6 +167,36 @@ def is_explicit(mesh: Mesh) -> bool:
     return any(str(kind).endswith("Explicit") for kind in getattr(mesh, "axis_types", ()))
 
 
+def on_each_device(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """shard_map, but that empty arrays are made inside: jaxlib 0.11 ends the process where one is an input."""
+
+    def mapped(*given: Any) -> Any:
+        leaves, structure = jax.tree.flatten(given)
+        specs = jax.tree.leaves(jax.tree.broadcast(in_specs, given, is_leaf=_is_spec), is_leaf=_is_spec)
+
+        def here(*parts: Array) -> Any:
+            rest = iter(parts)
+            own = [
+                next(rest) if leaf.size else _empty(leaf, mesh, spec) for leaf, spec in zip(leaves, specs, strict=True)
+            ]
+            return function(*jax.tree.unflatten(structure, own))
+
+        full = [(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True) if leaf.size]
+        chosen = tuple(spec for _, spec in full)
+        cut = shard_map(here, mesh=mesh, in_specs=chosen, out_specs=out_specs, check_vma=False)
+        return cut(*(leaf for leaf, _ in full))
+
+    return mapped
+
+
+def _empty(leaf: Array, mesh: Mesh, spec: PartitionSpec) -> Array:
+    return jnp.zeros(NamedSharding(mesh, spec).shard_shape(leaf.shape), leaf.dtype)
+
+
+def _is_spec(node: Any) -> bool:
+    return isinstance(node, PartitionSpec)
+
+
 def white(layouts: Mapping[str, Layout], key: Array, step: Array, cipher_rounds: int) -> dict[str, Array]:
     """z of all tensors (ids in the order of the mapping), every device drawing its own part."""
     ids = {name: tensor for tensor, name in enumerate(layouts)}
@@ -180,7 +210,7 @@ def white(layouts: Mapping[str, Layout], key: Array, step: Array, cipher_rounds:
 
         specs = {name: layouts[name].spec for name in names}
         if mesh is not None:
-            here = shard_map(here, mesh=mesh, in_specs=(REPLICATED,) * 2, out_specs=specs, check_vma=False)
+            here = on_each_device(here, mesh, (REPLICATED,) * 2, specs)
         result |= here(key, step)
     empty = {name: jnp.zeros(layouts[name].stored, jnp.float32) for name in layouts if name not in result}
     return result | empty
