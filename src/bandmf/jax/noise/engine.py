@@ -22,7 +22,7 @@ from bandmf import _check
 from bandmf.jax.noise import native_executor, triton_executor
 from bandmf.jax.noise.executor import Executor, Vectors
 from bandmf.jax.noise.kernel_executor import KernelExecutor
-from bandmf.jax.noise.sharding import Layout, everywhere, flat_layout, layout_of
+from bandmf.jax.noise.sharding import Layout, everywhere, flat_layout, layout_of, zeros
 from bandmf.jax.noise.tables import Table, table
 from bandmf.jax.noise.xla_executor import XlaExecutor
 from bandmf.jax.tracing import is_traced
@@ -128,13 +128,12 @@ class Engine:
         if layouts != self._layouts:
             self._compiled = jax.jit(self._add)  # what was compiled before knows other layouts
         self._layouts, self._dtypes = layouts, {}
-        history = {name: layout.zeros(self.schedule.slots) for name, layout in layouts.items()}
-        return self._whole(jnp.zeros((), jnp.int32), history, provenance)
+        return self._whole(jnp.zeros((), jnp.int32), zeros(layouts, self.schedule.slots), provenance)
 
     def _whole(self, step: Array, history: dict[str, Array], provenance: Provenance) -> State:
         """A state with nothing prepared."""
         ahead = self.schedule.vectors - self.schedule.slots
-        prepared = {name: layout.zeros(ahead) for name, layout in self._layouts.items()}
+        prepared = zeros(self._layouts, ahead)
         step, refreshed, coefficients = self.everywhere(
             (step, jnp.full((), -1, jnp.int32), Table(*map(jnp.array, self._table)))
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -43,16 +44,13 @@ class Layout:
         """The mesh that has it, cut or whole."""
         return self.replicas if self.mesh is None else self.mesh
 
-    def zeros(self, slots: int) -> Array:
-        """An empty history, made where it will lie."""
-        shape = (slots, *self.stored)
+    def place(self, slots: int) -> NamedSharding | None:
+        """Where a history lies, as XLA writes it, or what comes out of a step would look like another sharding."""
         if self.lies_on is None:
-            return jnp.zeros(shape, jnp.float32)
-        # As XLA writes it, or what comes out of a step would look like another sharding, and be compiled again.
+            return None
         is_empty = not slots and not is_explicit(self.lies_on)
         spec = REPLICATED if is_empty else as_written(PartitionSpec(None, *self.spec), self.lies_on)
-        place = NamedSharding(self.lies_on, spec)
-        return jax.jit(lambda: jnp.zeros(shape, jnp.float32), out_shardings=place)()
+        return NamedSharding(self.lies_on, spec)
 
     def spans(self, tensor: int) -> Spans:
         """The coordinates that this device holds; inside shard_map where there is a mesh."""
@@ -195,6 +193,24 @@ def _empty(leaf: Array, mesh: Mesh, spec: PartitionSpec) -> Array:
 
 def _is_spec(node: Any) -> bool:
     return isinstance(node, PartitionSpec)
+
+
+def zeros(layouts: Mapping[str, Layout], slots: int) -> dict[str, Array]:
+    """Empty histories, made where they will lie: in one program, as each takes long to compile."""
+    places = {name: layout.place(slots) for name, layout in layouts.items()}
+    shapes = {name: (slots, *layout.stored) for name, layout in layouts.items()}
+    if not slots:
+        return {name: jax.device_put(np.zeros(shape, np.float32), places[name]) for name, shape in shapes.items()}
+    made: dict[str, Array] = {}
+    for mesh in {layout.lies_on for layout in layouts.values()}:
+        here = {name: shapes[name] for name, layout in layouts.items() if layout.lies_on == mesh}
+        own = None if mesh is None else {name: places[name] for name in here}
+        made |= jax.jit(partial(_filled, here), out_shardings=own)()
+    return {name: made[name] for name in layouts}
+
+
+def _filled(shapes: Mapping[str, Shape]) -> dict[str, Array]:
+    return {name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()}
 
 
 def white(layouts: Mapping[str, Layout], key: Array, step: Array, cipher_rounds: int) -> dict[str, Array]:
