@@ -126,7 +126,7 @@ def alike(row, other):
 
 def test_the_readme_counts_the_claims_as_the_page_does():
     claims = [each for each in page.judge(RECORD) if each.claim.of_the_paper]
-    assert page.count(claims) in " ".join((ROOT / "README.md").read_text().split())
+    assert page.count(claims) in words_of(ROOT / "README.md")
 
 
 # --- runs ---------------------------------------------------------------------------------------------
@@ -225,11 +225,16 @@ def command(*arguments):
     return CliRunner().invoke(app, ["reproduce", *map(str, arguments)])
 
 
+def words_of(path):
+    """A page, however its lines are broken."""
+    return " ".join(path.read_text().split())
+
+
 def test_the_command_prints_verdicts_and_writes_the_page(tmp_path):
     found = json.loads(command("example", "memory", "--quick", "--out", tmp_path / "rep", "--json").stdout)
     assert {claim["experiment"] for claim in found["claims"]} == {"example", "memory"}
     assert all(claim["outcome"] in OUTCOMES for claim in found["claims"])
-    assert "at small sizes" in (tmp_path / "rep.md").read_text()
+    assert "at small sizes" in words_of(tmp_path / "rep.md")
     assert (tmp_path / "rep" / "example.png").exists()
     shown = command("example", "--quick", "--out", tmp_path / "rep").stdout
     assert "1 claim: 1 holds" in shown
@@ -270,9 +275,10 @@ def test_a_page_of_something_else_is_not_replaced(tmp_path):
 def test_the_page_knows_which_experiments_were_quick(tmp_path):
     out = tmp_path / "rep"
     command("example", "memory", "--out", out)
-    assert "2 experiments,\n" in (tmp_path / "rep.md").read_text()
+    assert "2 experiments, " in words_of(tmp_path / "rep.md")
+    assert "small sizes" not in words_of(tmp_path / "rep.md")
     command("bound", "--quick", "--out", out)
-    assert "3 experiments, 1 of them at small sizes" in (tmp_path / "rep.md").read_text()
+    assert "3 experiments, 1 of them at small sizes" in words_of(tmp_path / "rep.md")
 
 
 @pytest.mark.usefixtures("own_cache")

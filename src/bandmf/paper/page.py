@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import re
+import textwrap
 from collections import Counter
 from dataclasses import dataclass
 from datetime import date
@@ -108,20 +109,18 @@ def text(folder: Path) -> str:
     own = [each for each in judged if not each.claim.of_the_paper]
     paper = [each for each in judged if each.claim.of_the_paper]
     beyond = f" Beyond the paper, {count(own)}." if own else ""
-    lines = [
-        _TITLE,
-        "",
-        f"**In the paper, {count(paper)}.**{beyond} Each number comes from the CSV file under its picture, each",
-        "verdict from that file alone; rows measured on a GPU were recorded, with their date. Claims are in our words;",
-        "lists of numbers are cut short here.",
-        *_made(list(made.values())),
-    ]
+    opening = (
+        f"**In the paper, {count(paper)}.**{beyond} Each verdict comes from the CSV file named above it and nothing "
+        "else; rows measured on a GPU were recorded, with their date. Claims are in our words; what was found is "
+        f"shown, shortened, where a claim does not simply hold. {_made(list(made.values()))}"
+    )
+    lines = [_TITLE, "", *_wrapped(opening)]
     for name in dict.fromkeys(each.experiment.name for each in judged):
         lines += _section(folder, [each for each in judged if each.experiment.name == name], made.get(name, {}))
     return "\n".join(lines) + "\n"
 
 
-def _made(runs: list[dict[str, Any]]) -> list[str]:
+def _made(runs: list[dict[str, Any]]) -> str:
     """When, where and how fast."""
     dates = sorted({run["date"] for run in runs})
     machines = sorted({run["machine"] for run in runs})
@@ -129,50 +128,54 @@ def _made(runs: list[dict[str, Any]]) -> list[str]:
     minutes = sum(run["seconds"] or 0 for run in runs) / 60
     small = sum(run["quick"] for run in runs)
     sizes = f", {small} of them at small sizes (`--quick`)" if small else ""
-    return [
-        f"Computed by `bandmf reproduce` on {' and '.join(dates)}: {len(runs)} experiments{sizes},",
-        f"{minutes:.0f} minutes in all ({'; '.join(machines)}; {', '.join(versions)}).",
-    ]
+    return (
+        f"Computed by `bandmf reproduce` on {' and '.join(dates)}: {len(runs)} experiments{sizes}, "
+        f"{minutes:.0f} minutes in all ({'; '.join(machines)}; {', '.join(versions)})."
+    )
+
+
+def _wrapped(words: str) -> list[str]:
+    return textwrap.wrap(words, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def _section(folder: Path, judged: list[Judged], made: dict[str, Any]) -> list[str]:
     one = judged[0].experiment
     took = f" {made['seconds']:.0f} s." if made.get("seconds") is not None else ""
-    files = f"[{one.name}.csv]({folder.name}/{one.name}.csv)"
-    lines = ["", f"## {one.title}", "", f"{one.place}. {files}.{took}", ""]
-    lines += [one.note.partition(". ")[0].rstrip(".") + ".", ""] if one.note else []
-    lines += [f"![{one.title}]({folder.name}/{one.name}.png)", ""]
-    lines += ["| claim | verdict | our number |", "| --- | --- | --- |"]
-    for each in judged:
-        statement, verdict = _cell(each.claim.statement), each.verdict
-        lines.append(f"| {statement} | {_mark(verdict)} | {_cell(_found(verdict))} |")
-    return lines
+    note = f" {one.note.partition('. ')[0].rstrip('.')}." if one.note else ""
+    place = one.place[:1].upper() + one.place[1:]
+    lines = ["", f"## {one.title}", ""]
+    lines += _wrapped(f"{place}. [{one.name}.csv]({folder.name}/{one.name}.csv).{took}{note}")
+    lines += ["", f"![{one.title}]({folder.name}/{one.name}.png)", ""]
+    lines += ["| claim | verdict |", "| --- | --- |"]
+    return lines + [f"| {_cell(each.claim.statement)} | {_cell(_said(each.verdict))} |" for each in judged]
 
 
-def _found(verdict: Verdict) -> str:
-    """The number on one line, and the remark where the claim does not simply hold."""
-    remark = "" if verdict.outcome in ("holds", "not judged") else _brief(verdict.remark or "")
-    return "; ".join(part for part in (_brief(verdict.number), remark) if part)
+def _said(verdict: Verdict) -> str:
+    """The verdict; unless the claim simply holds, with the number and the remark on one line."""
+    if verdict.outcome == "holds":
+        return verdict.outcome
+    remark = "" if verdict.outcome == "not judged" else _brief(verdict.remark or "")
+    found = "; ".join(part for part in (_brief(verdict.number), remark) if part)
+    return f"**{verdict.outcome}**: {found}"
 
 
-def _brief(words: str, most: int = 10) -> str:
-    """The first clause, cut at a comma where it is a long list; nothing is cut inside brackets.
+def _brief(words: str, most: int = 15) -> str:
+    """The first clause, without long brackets, cut at a comma if it is a long list.
 
     >>> _brief("at epsilon 8 it grows (16; 24), by 4 percent; the rest is in the file")
     'at epsilon 8 it grows (16; 24), by 4 percent'
     >>> _brief("BLT 1.3x at 10, BLT 1.4x at 20, BLT 1.5x at 40", most=8)
     'BLT 1.3x at 10, BLT 1.4x at 20, …'
+    >>> _brief("at neither (more than 5%; with up to 64 bands (of 1,024 steps) the lines line up)")
+    'at neither'
     """
-    clause = re.split(r"(?:; |\. )(?![^(]*\))", words)[0]
-    parts = re.split(r", (?!b=)(?![^(]*\))", clause)
+    short = re.sub(r" \((?:[^()]|\([^()]*\))*\)", lambda found: found[0] if len(found[0].split()) < 9 else "", words)
+    clause = re.split(r"(?:; |\. )(?![^(]*\))", short)[0]
+    parts = re.split(r", (?!b=|\d+(?:,| and) )(?![^(]*\))", clause)
     kept = 1
     while kept < len(parts) and len(" ".join(parts[: kept + 1]).split()) <= most:
         kept += 1
     return ", ".join(parts[:kept]) + (", …" if kept < len(parts) else "")
-
-
-def _mark(verdict: Verdict) -> str:
-    return verdict.outcome if verdict.outcome == "holds" else f"**{verdict.outcome}**"
 
 
 def _cell(words: str) -> str:
