@@ -42,7 +42,7 @@ def test_every_message_on_the_page_of_errors_is_one_of_the_package():
     page = (ROOT / "docs" / "supported-layers.md").read_text()
     table = re.search(r"<!-- errors -->\n(.*?)<!-- end -->", page, re.DOTALL)[1]
     quotes = re.findall(r"^\| `(.*?)` \| .+ \|$", table, re.MULTILINE)
-    assert len(quotes) == len(table.splitlines()) - 2 > 20
+    assert len(quotes) == len(table.splitlines()) - 2 > 5
     assert [quote for quote in quotes if not says(quote)] == []
 
 
@@ -85,7 +85,7 @@ def rows_without_a_result(page):
     return [row[0] for row in cells if len(row) != 3 or not all(row)]
 
 
-def test_every_program_that_was_tried_has_a_result():
+def test_every_program_that_needed_something_has_a_result():
     page = (ROOT / "docs" / "tried.md").read_text()
     assert rows_without_a_result(page) == []
     planted = page.replace("| --- |\n", "| --- |\n| a planted program | 3 | |\n", 1)
