@@ -95,7 +95,7 @@ def test_keys_that_draw_row_by_row_are_not_refused_and_those_of_the_device_are(d
 
 
 def test_raw_keys_are_refused_too_where_another_implementation_is_the_default():
-    gradient = clipped_gradient(keyed(drawn), clip_norm=1.0, microbatch=16)
+    gradient = clipped_gradient(keyed(drawn), clip_norm=1.0)
     with jax.default_prng_impl("rbg"):
         keys = jnp.stack([jax.random.PRNGKey(seed) for seed in range(ROWS)])
         assert keys.dtype == jnp.uint32

@@ -10,8 +10,7 @@ Guarantees:
   exactly zero.
 """
 
-from bandmf.jax.clipping.gradient import clipped_gradient
-from bandmf.jax.clipping.result import Clipped, Examples
+from bandmf.jax.clipping.gradient import Clipped, clipped_gradient
 from bandmf.jax.clipping.sums import Sums, added, together
 
-__all__ = ["Clipped", "Examples", "Sums", "added", "clipped_gradient", "together"]
+__all__ = ["Clipped", "Sums", "added", "clipped_gradient", "together"]

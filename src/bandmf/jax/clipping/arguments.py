@@ -1,4 +1,4 @@
-"""What clipped_gradient is given: weights, examples in rows, and what all examples see alike."""
+"""What clipped_gradient is given: weights that have a gradient, and examples in rows."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ import jax.numpy as jnp
 from bandmf import _check
 
 
-def check_real(arguments: tuple[Any, ...], chosen: tuple[int, ...]) -> None:
+def check_real(weights: Any) -> None:
     """Refuse to differentiate what is no real number, such as the state of an optimizer."""
-    if not jax.tree.leaves([arguments[place] for place in chosen]):
-        raise _check.fail("argnums", chosen, "there is no array among these arguments, and nothing to train")
-    for place in chosen:
-        check_no_function(arguments[place], f"argument {place}")
-        for leaf in jax.tree.leaves(arguments[place]):
-            kind = jnp.result_type(leaf)
-            if jnp.issubdtype(kind, jnp.complexfloating):
-                raise _check.fail(
-                    f"dtype in argument {place}", str(kind), "must be real: gradients are clipped and noised as real "
-                    "numbers", "store it as two real arrays, and combine them in the loss",
-                )  # fmt: skip
-            if not jnp.issubdtype(kind, jnp.floating):
-                raise _check.fail(
-                    f"dtype in argument {place}", str(kind),
-                    "must be a floating-point type: the gradient is taken by this argument",
-                    "give the weights there; with flax.nnx, split off the parameters: nnx.split(model, nnx.Param, ...)",
-                )  # fmt: skip
+    check_no_function(weights, "weights")
+    if not jax.tree.leaves(weights):
+        raise _check.fail("weights", weights, "must have an array: there is nothing to train")
+    for leaf in jax.tree.leaves(weights):
+        kind = jnp.result_type(leaf)
+        if jnp.issubdtype(kind, jnp.complexfloating):
+            raise _check.fail(
+                "dtype in weights", str(kind), "must be real: gradients are clipped and noised as real numbers",
+                "store it as two real arrays, and combine them in the loss",
+            )  # fmt: skip
+        if not jnp.issubdtype(kind, jnp.floating):
+            raise _check.fail(
+                "dtype in weights", str(kind), "must be a floating-point type: the gradient is taken by all of them",
+                "bind what is not trained: functools.partial(loss, ...); with flax.nnx, split off the parameters: "
+                "nnx.split(model, nnx.Param, ...)",
+            )  # fmt: skip
 
 
 def check_no_function(tree: Any, name: str) -> None:
@@ -39,46 +38,6 @@ def check_no_function(tree: Any, name: str) -> None:
                 "split it off, and bind it: functools.partial (with Equinox, eqx.partition(model, "
                 "eqx.is_inexact_array), and eqx.combine in the loss)",
             )  # fmt: skip
-
-
-def places(given: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """Places of arguments, counted from the first."""
-    if any(not -count <= place < count for place in given):
-        raise _check.fail(
-            "batch_argnums or argnums", given, f"there are {count} arguments",
-            "give the weights, then the examples",
-        )  # fmt: skip
-    return tuple(place % count for place in given)
-
-
-def check_apart(chosen: tuple[int, ...], batched: tuple[int, ...]) -> None:
-    if set(batched) & set(chosen):
-        given = chosen[0] if len(chosen) == 1 else chosen
-        raise _check.fail("argnums", given, f"may not be among batch_argnums={batched}: those are the examples")
-
-
-def check_others(arguments: tuple[Any, ...], batched: tuple[int, ...], chosen: tuple[int, ...], rows: int) -> None:
-    """Refuse what every example would see, though it looks as if it had a row for each."""
-    others = [place for place in range(len(arguments)) if place not in (*batched, *chosen)]
-    # Of one row, it would be the example's own.
-    alike = [place for place in others if rows > 1 and rows in _lengths(arguments[place])]
-    if alike and str(getattr(arguments[alike[0]], "dtype", "")) == "bool":
-        raise _check.fail(
-            "batch_argnums", batched, f"argument {alike[0]} looks like a mask",
-            "give it by its name: gradient(weights, rows, mask=mask)",
-        )  # fmt: skip
-    if alike:
-        raise _check.fail(
-            "batch_argnums", batched, f"argument {alike[0]} has {rows} rows too, and every example would see them all",
-            f"if these are rows of the examples, use batch_argnums={(*batched, *alike)}; if they are for all examples "
-            "alike, such as frozen weights, bind them: functools.partial(loss, name=...)",
-        )  # fmt: skip
-
-
-def _lengths(tree: Any) -> set[int]:
-    """Of the first dimension of every array that is longer than one."""
-    shapes = [[size for size in getattr(leaf, "shape", ()) if size > 1] for leaf in jax.tree.leaves(tree)]
-    return {shape[0] for shape in shapes if shape}
 
 
 def count_rows(batch: Any) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -12,8 +11,8 @@ from bandmf import _check
 from bandmf.jax.noise.sharding import axes_of
 
 
-def own_weights(arguments: tuple[Any, ...], chosen: tuple[int, ...], examples: Any) -> tuple[Any, ...]:
-    """The arguments, with weights of which every device has its own copy where examples differ between devices.
+def own_weights(weights: Any, examples: Any) -> Any:
+    """The weights, of which every device has its own copy where examples differ between devices.
 
     The gradient of weights that devices share is a sum over all of them, and would be clipped as one.
     """
@@ -33,7 +32,7 @@ def own_weights(arguments: tuple[Any, ...], chosen: tuple[int, ...], examples: A
         missing = tuple(sorted(axes - _varying(leaf)))
         return _made_varying(leaf, missing) if missing else leaf
 
-    return tuple(jax.tree.map(own, given) if place in chosen else given for place, given in enumerate(arguments))
+    return jax.tree.map(own, weights)
 
 
 def _varying(tree: Any) -> frozenset[str]:
@@ -66,12 +65,6 @@ def zeros(like: jax.ShapeDtypeStruct) -> Any:
     sharding = like.sharding if getattr(mesh, "explicit_axes", ()) else None
     made, axes = lax.full(like.shape, 0, like.dtype, sharding=sharding), tuple(sorted(_varying(like)))
     return _made_varying(made, axes) if axes else made
-
-
-def shares(leaf: Any) -> int:
-    """Into how many shares the rows of an array are cut on an explicit mesh."""
-    dimensions = _explicit(leaf)
-    return math.prod(jax.typeof(leaf).sharding.mesh.shape[name] for name in dimensions[0]) if dimensions else 1
 
 
 def _explicit(leaf: Any) -> list[tuple[str, ...]]:
