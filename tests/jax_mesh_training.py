@@ -138,7 +138,7 @@ def in_chunks(plan, mesh, rows, folder):
     run._let_go()
     run = open_run(plan, rows, folder)
     weights = trained(run, placed(mesh, SPECS), at_once=4)
-    assert run._on_ledger(lambda ledger: ledger.replays) == 4
+    assert run._opened.on_ledger(lambda ledger: ledger.replays) == 4
     lie_as_given(weights, placed(mesh, SPECS))
     run.close()
     return weights

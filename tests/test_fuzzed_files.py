@@ -178,7 +178,7 @@ class Folders:
     def __init__(self, folder):
         self.root = folder / "run"
         training = five_steps(self.root)
-        ledger = training._stepper.recorded
+        ledger = training._opened.ledger
         self.entries, self.chain = ledger.entries, ledger.chain()
         self.run, self.plan = ledger.run, training.plan
         training.close()

@@ -16,8 +16,7 @@ import pytest
 import children
 import jax_training as tiny
 from bandmf.jax import Training
-from bandmf.ledger import Ledger, checkpoints
-from bandmf.ledger.checks import ReleasedOtherwiseError
+from bandmf.ledger import Ledger, checkpoints, run_folder
 from children import HERE
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -87,35 +86,78 @@ def test_steps_that_were_recorded_keep_their_length_after_a_restart(folder, expe
     again.close()
 
 
-def test_a_step_is_not_released_again_with_another_sum(folder):
-    stopped(folder, 3, save_every=12)
-    again = tiny.training(
-        optimizer=ADAM,
-        folder=folder,
-        save_every=12,
-        loss=lambda weights, example: tiny.loss(weights, (-example[0], example[1])),
-    )
-    with pytest.raises(ReleasedOtherwiseError, match="was released before with another sum"):
-        tiny.trained(again)
-    again.close()
+def goes_on_after(training, released, caplog, weights=None, at_once=1):
+    """The steps that were released before are lost, and the next ones are taken from the weights of the start."""
+    state = training.init(tiny.first_weights() if weights is None else weights)
+    start, secrets = tiny.flat(state.weights), training._secrets
+    total = tiny.clipped_sum(training, training._sampler.batch(released), released)
+    state = next(training.steps(state, at_once=at_once))
+    assert f"steps 1 to {released} were released before the restart and cannot be repeated" in caplog.text
+    if at_once == 1:  # its noise is that of its own step: those of the lost steps were drawn
+        assert state.step == released + 1
+        engine, noise = training._engine, training._engine.init(state.weights)
+        nothing = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), total)
+        for gradient in [*[nothing] * released, total]:
+            noisy, noise = engine.add(noise, gradient, training._programs._scale, secrets.noise)
+        moved = start - RATE / training.plan.batch_size * tiny.flat(noisy)
+        np.testing.assert_allclose(tiny.flat(state.weights), moved, rtol=0, atol=1e-5)
+    kinds = [json.loads(line)["kind"] for line in (training.folder / "ledger.jsonl").read_text().splitlines()]
+    assert "replay" not in kinds
+    assert training.spent() == training.plan.spent_after(state.step)
+    training.close()
 
 
-def test_steps_at_once_are_not_taken_again_from_other_weights(folder, monkeypatch):
-    stopped(folder, 4, at_once=4, save_every=12)
+RATE = 0.5
+SGD = optax.sgd(RATE)
+
+
+def test_a_step_is_not_released_again_with_another_sum(folder, caplog):
+    stopped(folder, 3, optimizer=SGD, save_every=12)
+    again = tiny.training(optimizer=SGD, folder=folder, save_every=12, loss=other_loss)
+    goes_on_after(again, 3, caplog)
+
+
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_steps_at_once_are_not_taken_again_from_other_weights(folder, caplog, at_once):
+    stopped(folder, 4, at_once=4, optimizer=SGD, save_every=12)
     shutil.rmtree(folder / "checkpoints")
-    again = tiny.training(optimizer=ADAM, folder=folder, save_every=12)
     other = jax.tree.map(lambda leaf: leaf + 1, tiny.first_weights())
-    with pytest.raises(ValueError, match="was released before, and not by this chunk"):
-        tiny.trained(again, other, at_once=4)
-    again.close()
+    goes_on_after(tiny.training(optimizer=SGD, folder=folder, save_every=12), 4, caplog, other, at_once)
 
 
-def test_steps_at_once_are_another_program_with_other_constants(folder):
-    stopped(folder, 4, at_once=4, save_every=12, loss=scaled_by(1.0))
-    again = tiny.training(optimizer=ADAM, folder=folder, save_every=12, loss=scaled_by(2.0))
-    with pytest.raises(ValueError, match="not by this chunk with this program"):
+def test_steps_at_once_are_another_program_with_other_constants(folder, caplog):
+    stopped(folder, 4, at_once=4, optimizer=SGD, save_every=12, loss=scaled_by(1.0))
+    again = tiny.training(optimizer=SGD, folder=folder, save_every=12, loss=scaled_by(2.0))
+    goes_on_after(again, 4, caplog, at_once=4)
+
+
+def test_steps_at_once_that_a_machine_does_not_repeat_are_lost_with_the_next_start(folder, caplog, monkeypatch):
+    """What a kernel that is not deterministic does: the same inputs, and other sums."""
+    stopped(folder, 4, at_once=4, optimizer=SGD, save_every=12)
+    again = tiny.training(optimizer=SGD, folder=folder, save_every=12)
+    agreed_on = again._agreed_on
+    monkeypatch.setattr(again, "_agreed_on", lambda words: [each + b"!" for each in agreed_on(words)])
+    with pytest.raises(RuntimeError, match="step=1: was released, but .* construct Training again with this folder"):
         tiny.trained(again, at_once=4)
     again.close()
+    goes_on_after(tiny.training(optimizer=SGD, folder=folder, save_every=12, loss=other_loss), 4, caplog)
+
+
+def test_a_constructor_that_fails_leaves_its_folder_to_others(folder, monkeypatch):
+    def full(plan, path):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as planted:
+        planted.setattr(run_folder, "_keep_plan", full)
+        with pytest.raises(OSError, match="No space") as kept:  # its traceback keeps what was constructed
+            tiny.training(folder=folder)
+    with tiny.training(folder=folder) as training:
+        assert training.steps_taken == 0
+    assert kept
+
+
+def other_loss(weights, example):
+    return tiny.loss(weights, (-example[0], example[1]))
 
 
 def scaled_by(number):

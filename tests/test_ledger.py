@@ -193,26 +193,6 @@ def test_the_digests_are_keyed(path):
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_steps_that_nobody_saw_may_be_withdrawn_with_a_statement(path):
-    write(path, 4)
-    ledger = open_ledger(path)
-    proof = ledger.proof(4)
-    with pytest.raises(ValueError, match="statement=''"):
-        ledger.withdraw(2, "")
-    ledger.withdraw(2, "the machine burnt down before anyone looked")
-    assert ledger.release(2, b"batch 2", b"another sum") == "step"
-    ledger.close()
-    again = open_ledger(path)
-    assert again.steps_released == 3
-    assert "burnt down" in path.read_text()
-    with pytest.raises(ValueError, match="withdrawn"):
-        again.expect(4, proof)
-    again.release(3, b"batch 3", b"sum 3 after another sum 2")
-    with pytest.raises(ValueError, match="withdrawn"):  # a checkpoint of the steps that were withdrawn
-        again.expect(4, proof)
-    again.expect(2, again.proof(2))
-
-
 # --- steps taken at once ----------------------------------------------------------------------------------
 
 
@@ -283,16 +263,25 @@ def test_a_chunk_that_was_released_may_be_replayed(tmp_path):
         ledger.finish(2, SUMS[2:6])
 
 
-def test_what_nobody_has_seen_of_a_chunk_can_be_withdrawn(tmp_path):
-    ledger = a_run(None)
+def test_a_chunk_that_cannot_be_taken_again_is_spent_and_lost(tmp_path):
+    ledger = a_run(tmp_path / "ledger")
     ledger.release(0, *SUMS[0])
-    ledger.reserve(1, 4, b"inputs")
-    ledger.withdraw(1, "the machine lost power during the chunk")
-    assert ledger.release(1, *SUMS[2]) == "step"
-    ledger.reserve(2, 4, b"inputs")
-    ledger.finish(2, SUMS[2:6])
-    ledger.withdraw(4, "the disk with the results burned")
-    assert ledger.release(4, *SUMS[7]) == "step"
+    ledger.reserve(1, 2, b"inputs")
+    ledger.finish(1, SUMS[1:3])
+    ledger.reserve(3, 4, b"inputs")
+    ledger.lose(0)
+    for _ in range(2):  # also when it is read again
+        assert (ledger.steps_released, ledger.steps_spent) == (7, 7)
+        assert [ledger.recorded(step) for step in (1, 3)] == [(2, False), (4, False)]
+        for step in range(3, 7):
+            with pytest.raises(ValueError, match="was released before with another"):
+                ledger.release(step, *SUMS[step])
+        with pytest.raises(ValueError, match="not by this chunk"):
+            ledger.reserve(1, 2, b"inputs")
+        ledger.close()
+        ledger = a_run(tmp_path / "ledger")
+    assert ledger.release(1, *SUMS[1]) == "replay"
+    assert ledger.release(7, *SUMS[7]) == "step"
 
 
 def test_a_chunk_does_not_reach_past_the_plan():

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM at moments that suit a run: between steps, never in the middle of what must be whole.
+"""Ctrl-C and SIGTERM are delivered between steps, never in the middle of what must be whole.
 
 Signals reach the main thread alone; in any other thread nothing here does anything.
 """
@@ -11,12 +11,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C in here is answered at the end."""
+    """Ctrl-C in here is answered at the end, also where that is an exception."""
     before = signal.getsignal(signal.SIGINT)
     if not _in_main_thread() or not callable(before):
         yield
@@ -27,35 +27,49 @@ def uninterrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if arrived:
-        before(*arrived[0])
+        if arrived:
+            before(*arrived[0])
 
 
 class Termination:
-    """Notes a SIGTERM while a run iterates; `passed_on` lets it have its effect when the run has saved."""
+    """Notes a SIGTERM while a run iterates, and lets it have its effect when all runs that do have saved.
+
+    A second one has its effect at once: a run whose loop is not asked for its next item cannot save.
+    """
+
+    _listening: ClassVar[list[Termination]] = []  # several runs may take turns
+    _before: ClassVar[Any] = None
 
     def __init__(self) -> None:
         self.asked = False
-        self._before: Any = None
-        self._listens = False
 
     def __enter__(self) -> Termination:
         if _in_main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._note)
-            self._listens = True
+            if not self._listening:
+                Termination._before = signal.signal(signal.SIGTERM, _note)
+            self.asked = any(each.asked for each in self._listening)
+            self._listening.append(self)
         return self
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
+    def __exit__(self, *_: object) -> None:  # also when Python ends
+        if self in self._listening:
+            self._listening.remove(self)
+            if not self._listening:
+                _end_listening(pass_on=self.asked)
 
-    def __exit__(self, *_: object, signal: Any = signal, os: Any = os) -> None:  # also when Python ends
-        if not self._listens:
-            return
-        self._listens = False
-        # None: something that is not Python's was there before, which cannot be put back.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
-        if self.asked:
-            os.kill(os.getpid(), signal.SIGTERM)
+
+def _note(number: int, frame: FrameType | None) -> None:
+    if any(each.asked for each in Termination._listening):
+        _end_listening(pass_on=True)
+    for each in Termination._listening:
+        each.asked = True
+
+
+def _end_listening(pass_on: bool, signal: Any = signal, os: Any = os) -> None:
+    # None: something that is not Python's was there before, which cannot be put back.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL if Termination._before is None else Termination._before)
+    if pass_on:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _in_main_thread() -> bool:

@@ -12,7 +12,7 @@ import traceback
 from functools import partial
 
 import pytest
-from releases import Watch, open_run, stepper
+from releases import Watch, open_run
 from test_noise_used_twice import begun
 
 
@@ -39,8 +39,8 @@ def in_a_fork(action):
 def test_a_fork_of_a_run_releases_nothing(tmp_path, where):
     watch = Watch(open_run(tmp_path if where == "folder" else None)).train(3)
     assert "a fork of it: both would use the same noise" in in_a_fork(lambda: watch.train(4))
-    withdraw = stepper(watch.training).ledger.withdraw
-    assert "a fork of it" in in_a_fork(lambda: withdraw(0, "nobody saw it"))
+    lose = watch.training._opened.ledger.lose
+    assert "a fork of it" in in_a_fork(lambda: lose(0))
     watch.train(5)
 
 

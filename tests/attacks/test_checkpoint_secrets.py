@@ -75,7 +75,7 @@ def sealed(training):
 
 
 def test_no_stream_is_used_for_two_checkpoints(tmp_path):
-    """Of the same run, step and contents, too: else one that is written after withdraw() would reveal another."""
+    """Of the same run, step and contents, too: else one that is written again would reveal another."""
     training = Watch(open_run(tmp_path)).train(5).training
     mine, salts, pads = stepper(training).noise.history, [], []
     plain = {name: vectors.clone() for name, vectors in mine.items()}
@@ -268,5 +268,5 @@ def test_checkpoints_are_closed_to_others(tmp_path):
 def test_a_strategy_without_history_is_saved_and_resumed(tmp_path):
     plan = simple_plan(steps=6, bands=1)
     first = Watch(open_run(tmp_path, plan=plan, save_every=2)).train(5).training
-    stepper(first).ledger.close()  # as if it were killed
+    first._opened.ledger.close()  # as if it were killed
     assert open_run(tmp_path, plan=plan).steps_taken == 4

@@ -164,13 +164,13 @@ def test_a_copy_goes_on_after_a_restart_like_any_run(tmp_path):
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     first = open_run(tmp_path / "two", moved="copied", save_every=4)
     Watch(first).train(2)
-    stepper(first).ledger.close()  # as if it were killed: nothing is saved
+    first._opened.ledger.close()  # as if it were killed: nothing is saved
     refused(tmp_path / "two", "leave moved= out", moved="copied")
     second = open_run(tmp_path / "two", save_every=4)
     assert second.steps_taken == 0
     Watch(second).train(7)
-    assert stepper(second).ledger.replays == 2
-    stepper(second).ledger.close()
+    assert second._opened.ledger.replays == 2
+    second._opened.ledger.close()
     third = open_run(tmp_path / "two", save_every=4)
     assert third.steps_taken == 4
     Watch(third).train()

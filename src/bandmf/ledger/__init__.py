@@ -96,7 +96,7 @@ class Ledger:
         self._chains = bytearray()  # one for each line
         self._place: Place | None = None
         self.copied_from: dict[str, Any] | None = None
-        # Chunks, each with its first step, its end and what goes in: the last one, and all that were not withdrawn.
+        # Chunks, each with its first step, its end and what goes in: the last one, and all that may be taken again.
         self._reserved: tuple[int, int, str] | None = None
         self.replays = 0
         self._begun = False
@@ -220,7 +220,7 @@ class Ledger:
             raise self._unfinished(step)
         if step < self.steps_released and chunk not in self._chunks:  # its sums would show it too late
             what = "was released before, and not by this chunk with this program, these weights and batches"
-            raise _check.fail("step", step, what, REVEALS)
+            raise ReleasedOtherwiseError(str(_check.fail("step", step, what, REVEALS)))
         if end > self.steps_released and chunk != self._pending:
             self._append({"kind": "reserve", "step": step, "count": count, "inputs": chunk[2]})
             self._reserve(chunk)
@@ -251,14 +251,15 @@ class Ledger:
         """The chunk that was reserved and did not finish."""
         return self._reserved if self._reserved and self.steps_released < self._reserved[1] else None
 
-    def _unfinished(self, step: int) -> ValueError:
+    def _unfinished(self, step: int) -> ReleasedOtherwiseError:
         assert self._pending is not None
         first, end, _ = self._pending
-        return _check.fail(
+        told = _check.fail(
             "step", step, f"the steps {first} to {end - 1} were begun as one chunk that did not end, and their noise "
             "may be known", "take just this chunk again, from the same weights, with the same batches and program; "
             + REVEALS,
         )  # fmt: skip
+        return ReleasedOtherwiseError(str(told))
 
     def _check_step(self, step: int) -> None:
         _check.whole("step", step, 0, self._steps - 1, remedy=f"the plan ends after steps={self._steps}")
@@ -274,7 +275,7 @@ class Ledger:
             raise ReleasedOtherwiseError(str(told))
         kind = "replay" if before else "step"
         self._append({"kind": kind, "step": step, "batch": found[:_SIZE].hex(), "sum": found[_SIZE:].hex()})
-        self._apply(kind, step, found)
+        self._apply(kind, found)
         return kind
 
     def proof(self, step: int) -> str:
@@ -282,11 +283,11 @@ class Ledger:
         return self._digests(step - 1).hex() if step else ""
 
     def expect(self, step: int, proof: str) -> None:
-        """Refuse a checkpoint of another run, or of steps that were withdrawn."""
+        """Refuse a checkpoint of another run, or of lines that are gone."""
         if step > self.steps_released or proof != self.proof(step):
             raise _check.fail(
                 "step", step, f"the ledger has {self.steps_released} steps, and not the one before this checkpoint",
-                "use the checkpoint and the ledger of one run, and none of steps that were withdrawn",
+                "use the checkpoint and the ledger of one run",
             )  # fmt: skip
 
     def chain(self, entries: int | None = None) -> str:
@@ -299,15 +300,12 @@ class Ledger:
         return 0 < entries <= self.entries and self.chain(entries) == chain
 
     @one_at_a_time
-    def withdraw(self, step: int, statement: str) -> None:
-        """Take back all steps from this one on: only for results that nobody has seen, which you must state."""
-        step = _check.whole("step", step, 0, self.steps_released)
-        if not isinstance(statement, str) or not statement.strip():
-            raise _check.fail("statement", statement, "must say why nobody can have seen these steps")
-        if self._file is not None:
-            self._file.take_up()  # where it was only read so far
-        self._append({"kind": "withdraw", "step": step, "statement": statement})
-        self._apply("withdraw", step)
+    def lose(self, step: int) -> None:
+        """Record that chunks from this step on cannot be taken again: their steps are spent, as if taken alone."""
+        self._check_process()
+        self._check_step(step)
+        self._append({"kind": "lost", "step": step})
+        self._lose(step)
 
     def _digest(self, contents: bytes, step: int = 0, purpose: bytes = b"") -> bytes:
         # With the step and the purpose: equal digests would show that two batches are equal, and so most likely empty.
@@ -377,15 +375,19 @@ class Ledger:
             self.run = {name: value for name, value in entry.items() if name not in _BOOKKEEPING}
         elif kind == "reserve":
             self._reserve((entry["step"], entry["step"] + entry["count"], entry["inputs"]))
+        elif kind == "lost":
+            self._lose(entry["step"])
         elif kind != "moved":
-            self._apply(kind, entry["step"], bytes.fromhex(entry.get("batch", "") + entry.get("sum", "")))
+            self._apply(kind, bytes.fromhex(entry.get("batch", "") + entry.get("sum", "")))
 
-    def _apply(self, kind: str, step: int, found: bytes = b"") -> None:
-        if kind == "withdraw":
-            del self._released[2 * _SIZE * step :]
-            self._reserved = None  # all before this step is on record, and all after it was never seen
-            self._chunks = {chunk for chunk in self._chunks if chunk[1] <= step}
-        elif kind == "replay":
+    def _apply(self, kind: str, found: bytes) -> None:
+        if kind == "replay":
             self.replays += 1
         else:
             self._released += found
+
+    def _lose(self, step: int) -> None:
+        for number in range(self.steps_released, self.steps_spent):  # no sum has these digests
+            self._released += self._digest(b"lost", number, b"batch") + self._digest(b"lost", number, b"sum")
+        self._reserved = None
+        self._chunks = {chunk for chunk in self._chunks if chunk[1] <= step}

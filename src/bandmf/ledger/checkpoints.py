@@ -8,32 +8,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
 
 from bandmf._files import make_private_folder, sync_folder
 from bandmf.ledger import Ledger, seal
+from bandmf.ledger.run_folder import Opened
 from bandmf.ledger.seal import Seal
-from bandmf.randomness.key import Key
 
 KEPT = 2
-
-
-class Processes(Protocol):
-    """What a run must know of the processes that share it."""
-
-    rank: int
-    world: int
-
-    def on_first(self, action: Callable[[], Any]) -> Any:
-        """Let the first process do something; its result, or its error, comes to every process."""
-
-    def gather(self, value: Any) -> list[Any]:
-        """The values of all processes, on every one of them."""
-
-    def share_key(self, key: Key | None) -> Key:
-        """The key of the first process."""
 
 
 def prepare(folder: Path, draft: Path) -> None:
@@ -44,17 +26,17 @@ def prepare(folder: Path, draft: Path) -> None:
     make_private_folder(draft)
 
 
-def add_seal(draft: Path, names: list[str], step: int, ledger: Ledger | None, key: Key, processes: Processes) -> None:
+def add_seal(draft: Path, names: list[str], step: int, opened: Opened) -> None:
     """Seal a checkpoint whose files are complete. Each process digests a share of them; the first has the ledger."""
+    processes, key = opened.ranks, opened.run_key
     shares = processes.gather(seal.digests(draft, names[processes.rank :: processes.world], key))
     files = {name: digest for share in shares for name, digest in share.items()}
 
-    def write() -> None:
-        assert ledger is not None
+    def write(ledger: Ledger) -> None:
         known = Seal(ledger.run_id, step, ledger.proof(step), ledger.entries, ledger.chain(), files)
         seal.write(draft, known, key)
 
-    processes.on_first(write)
+    opened.on_ledger(write)
 
 
 def publish(draft: Path, target: Path) -> None:
@@ -69,19 +51,18 @@ def publish(draft: Path, target: Path) -> None:
         shutil.rmtree(leaving)
 
 
-def verify(path: Path, run_id: str, ledger: Ledger | None, processes: Processes) -> Seal:
+def verify(path: Path, opened: Opened) -> Seal:
     """The seal of a checkpoint; refuses one that was changed, and one of this run that the ledger does not know."""
-    keys = []
+    keys, processes = [], opened.ranks
 
-    def check() -> Seal:
-        assert ledger is not None
+    def check(ledger: Ledger) -> Seal:
         read, key = seal.read(path, ledger)
         keys.append(key)
-        if read.run_id == run_id:
+        if read.run_id == opened.run_id:
             ledger.expect(read.step, read.proof)
         return read
 
-    known: Seal = processes.on_first(check)
+    known: Seal = opened.on_ledger(check)
     key = processes.share_key(keys[0] if keys else None)
     mine = sorted(known.files)[processes.rank :: processes.world]
     bad = sorted(name for share in processes.gather(seal.changed(path, known, mine, key)) for name in share)

@@ -1,4 +1,4 @@
-"""How far a run is, whether it may go on, and what is said of it once; alike in PyTorch and JAX."""
+"""How far a run is, whether it may go on, and the warnings that it gives once; alike in PyTorch and JAX."""
 
 from __future__ import annotations
 
@@ -43,6 +43,14 @@ class Progress:
         if due and not self.warned and not is_finite():
             self.warned = True
             log.warning("step %d: weights are not finite any more; lower the learning rate, or look at the loss", step)
+
+    def pass_over(self, first: int, last: int) -> None:
+        """Say that these steps are lost, after a restart that cannot repeat them, and that the run is after them."""
+        self.taken = last
+        log.warning(
+            "steps %d to %d were released before the restart and cannot be repeated bit for bit (other code, data, "
+            "learning rates, machine or kernels): they are spent and lost, and the run goes on after them", first, last
+        )  # fmt: skip
 
     def end(self) -> None:
         """Close the run; says once if its plan has not ended."""

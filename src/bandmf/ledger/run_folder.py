@@ -20,13 +20,13 @@ import json
 import logging
 import os
 import secrets
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from bandmf import _check
 from bandmf._files import make_private_folder, sync_folder
 from bandmf.ledger import Ledger, seal
-from bandmf.ledger.checkpoints import Processes
 from bandmf.planning import Plan, plan_file
 from bandmf.randomness.key import Key
 from bandmf.sampling import Sampler
@@ -36,11 +36,27 @@ log = logging.getLogger("bandmf")
 LEDGER, KEY, CHECKPOINTS, PLAN = "ledger.jsonl", "key", "checkpoints", "plan.json"
 
 
+class Processes(Protocol):
+    """What a run must know of the processes that share it."""
+
+    rank: int
+    world: int
+
+    def on_first(self, action: Callable[[], Any]) -> Any:
+        """Let the first process do something; its result, or its error, comes to every process."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes, on every one of them."""
+
+    def share_key(self, key: Key | None) -> Key:
+        """The key of the first process."""
+
+
 class Opened:
     """A run that may go on: every rank has its id and its key, rank 0 its ledger."""
 
     def __init__(self, folder: Path | None, key: Key | None, moved: str | None, ranks: Processes) -> None:
-        self._folder, self._given, self._ranks = folder, key, ranks
+        self._folder, self._given, self.ranks = folder, key, ranks
         self.ledger: Ledger | None = None
         self.run_id: str
         self.inherited_steps: list[int]  # that the runs which this one was copied from had released
@@ -63,21 +79,38 @@ class Opened:
         return sum(plan.spent_after(each) for each in (*self.inherited_steps, steps))
 
     def begin(self, run: dict[str, Any], plan: Plan) -> int:
-        """Begin or go on with this run, which `provenance` describes; how many steps it has released."""
-        return self._ranks.on_first(lambda: self._begin(run, plan))
+        """Begin or go on with this run, which `provenance` describes; how many steps it has spent."""
+        try:
+            return self.on_ledger(lambda ledger: self._begin(ledger, run, plan))
+        except BaseException:
+            self.close()
+            raise
 
-    def _begin(self, run: dict[str, Any], plan: Plan) -> int:
-        assert self.ledger is not None
+    def on_ledger(self, action: Callable[[Ledger], Any]) -> Any:
+        """What rank 0 does with the ledger; its result comes to every rank."""
+
+        def act() -> Any:
+            assert self.ledger is not None
+            return action(self.ledger)
+
+        return self.ranks.on_first(act)
+
+    def close(self) -> None:
+        """Let another process have the run."""
+        if self.ledger is not None:
+            self.ledger.close()
+
+    def _begin(self, ledger: Ledger, run: dict[str, Any], plan: Plan) -> int:
         if self._folder is not None:
             _make(self._folder)
             for name in (KEY, LEDGER, PLAN):
                 for draft in self._folder.glob(f".{name}.*"):
                     draft.unlink(missing_ok=True)  # of a start that was interrupted
-        self.ledger.begin(run)
+        ledger.begin(run)
         if self._folder is not None:
             _keep(self._user_key, self._folder / KEY)
             _keep_plan(plan, self._folder / PLAN)
-        return self.ledger.steps_released
+        return ledger.steps_spent
 
 
 def provenance(plan: Plan, key: Key, batches: Sampler, *, clip_norm: float, per_layer: bool) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from bandmf import _check
 from bandmf._files import create_secret, sync_folder
 from bandmf.jax.noise.engine import State as Noise
 from bandmf.jax.random_keys import as_keys_like, as_words
-from bandmf.jax.training.processes import Processes
 from bandmf.jax.training.state import Held
 from bandmf.ledger import checkpoints, seal
 from bandmf.ledger.run_folder import CHECKPOINTS, Opened
@@ -38,13 +37,13 @@ _HISTORY = "history of "
 class Checkpoints:
     """Those of one run."""
 
-    def __init__(self, folder: Path, opened: Opened, processes: Processes) -> None:
-        self._folder, self._opened, self._processes = folder / CHECKPOINTS, opened, processes
+    def __init__(self, folder: Path, opened: Opened) -> None:
+        self._folder, self._opened = folder / CHECKPOINTS, opened
 
     def save(self, held: Held) -> Path:
         """Write a checkpoint of what is held; where nothing was released since the last one, that is it."""
-        folder, first, ledger = self._folder, self._processes.on_first, self._opened.ledger
-        name = first(lambda: f"{ledger.number:010d}" if ledger else "")
+        folder, first = self._folder, self._opened.ranks.on_first
+        name = self._opened.on_ledger(lambda ledger: f"{ledger.number:010d}")
         target, draft = folder / name, folder / f".writing-{name}"
         if first(target.exists):
             return target
@@ -64,7 +63,7 @@ class Checkpoints:
         }  # fmt: skip
         first(lambda: create_secret(draft / CONTENTS, json.dumps(contents).encode()))
         names = first(lambda: _on_disk(draft))
-        checkpoints.add_seal(draft, names, step, ledger, self._opened.run_key, self._processes)
+        checkpoints.add_seal(draft, names, step, self._opened)
         first(lambda: checkpoints.publish(draft, target))
         return target
 
@@ -73,11 +72,11 @@ class Checkpoints:
 
         Of a copied run only the weights and the state of the optimizer are taken: its noise and steps are new.
         """
-        found = self._processes.on_first(lambda: seal.checkpoints(self._folder))
+        found = self._opened.ranks.on_first(lambda: seal.checkpoints(self._folder))
         if not found:
             return None
         opened = self._opened
-        known = checkpoints.verify(found[-1], opened.run_id, opened.ledger, self._processes)
+        known = checkpoints.verify(found[-1], opened)
         contents = json.loads((found[-1] / CONTENTS).read_bytes())
         arrays, history = _arrays(held), _history(held.noise)
         _check_same(contents, arrays, history)

@@ -81,14 +81,15 @@ class Programs:
         self._places, self.is_cut = places, any(map(is_on_mesh, jax.tree.leaves(held)))
         self.clip = jax.jit(self._clip)
         self.advance = jax.jit(self._advance, donate_argnums=1, out_shardings=places)
+        self.skip = jax.jit(self._skip, donate_argnums=0, out_shardings=places)
         self.digest_of_inputs = jax.jit(partial(_digest_of_inputs, is_cut=self.is_cut))
         self._chunks: dict[Any, tuple[Callable[..., Any], bytes]] = {}
         self._is_checked = False
 
     def check_advance(self, total: Any, held: Held, noise_key: Array) -> None:
-        """An optimizer that JAX cannot trace fails here, before anything is released."""
+        """An optimizer that cannot be traced or compiled fails here, before anything is released."""
         if not self._is_checked:
-            self.advance.trace(total, held, noise_key)
+            self.advance.lower(total, held, noise_key).compile()
             self._is_checked = True
 
     def _clip(self, trained: Any, frozen: list[Any], rows: Rows, step: Array, secrets: Secrets) -> tuple[Any, Array]:
@@ -103,6 +104,11 @@ class Programs:
         updates, optimizer = self._optimizer.update(mean, held.optimizer, held.trained)
         trained = optax.apply_updates(held.trained, updates)
         return Held(_typed(trained, held.trained), _typed(optimizer, held.optimizer), noise)
+
+    def _skip(self, held: Held, noise_key: Array) -> Held:
+        """A step that is lost: its noise must still be drawn, as later noise is correlated with it."""
+        nothing = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), held.trained)
+        return held._replace(noise=self._engine.add(held.noise, nothing, self._scale, noise_key)[1])
 
     def _summed(self, trained: Any, frozen: list[Any], rows: Rows, step: Array, draws: Array) -> Any:
         """The clipped gradients of a batch, added up turn by turn; turns without examples are not computed."""

@@ -31,7 +31,7 @@ from bandmf.jax.training.data import Source
 from bandmf.jax.training.processes import Processes
 from bandmf.jax.training.state import Held, Parts, State, is_finite, own_copy
 from bandmf.jax.training.steps import Programs, Secrets, agreed, digests, with_key
-from bandmf.ledger import Ledger
+from bandmf.ledger.checks import ReleasedOtherwiseError
 from bandmf.ledger.progress import Progress, checked_saving
 from bandmf.ledger.run_folder import Opened, plan_of, provenance
 from bandmf.planning import Plan, checked_plan
@@ -131,7 +131,7 @@ class Training:
         self._saved_at: int | None = None
         self._progress = Progress(plan.steps, self.folder)
         begun = provenance(plan, own, self._sampler, clip_norm=self._clip_norm, per_layer=False)
-        self._opened.begin(begun, plan)
+        self._steps_spent = self._opened.begin(begun, plan)
         weakref.finalize(self, Progress.end, self._progress)
 
     # --- the beginning ------------------------------------------------------------------------------------
@@ -208,8 +208,8 @@ class Training:
 
     def _advanced(self, at_once: int) -> State:
         """Load, clip, ledger, noise, optimizer."""
-        step = self.steps_taken
-        recorded = self._on_ledger(lambda ledger: ledger.recorded(step))
+        step, opened = self.steps_taken, self._opened
+        recorded = opened.on_ledger(lambda ledger: ledger.recorded(step))
         end = step + 1 if recorded is None else recorded[0]
         in_chunk = at_once > 1 if recorded is None else recorded[1]
         if recorded is None and in_chunk:
@@ -217,7 +217,13 @@ class Training:
         batches = [self._sampler.batch(each) for each in range(step, end)]
         rows = self._source.rows(batches, step, self._examples_key)
         contents = [batch.tobytes() for batch in batches]
-        return self._chunk(step, rows, contents) if in_chunk else self._single(step, rows, contents[0])
+        try:
+            return self._chunk(step, rows, contents) if in_chunk else self._single(step, rows, contents[0])
+        except ReleasedOtherwiseError:
+            opened.on_ledger(lambda ledger: ledger.lose(step))  # or the next start would try this again
+            self._progress.check_usable()  # a chunk that was taken has what was held before
+        state = self._past_released()
+        return state if self.finished else self._advanced(at_once)
 
     def _single(self, step: int, rows: Any, batch: bytes) -> State:
         held = self._held
@@ -226,7 +232,8 @@ class Training:
         (digested,) = self._agreed_on(words)
         self._programs.check_advance(total, held, self._secrets.noise)
         with uninterrupted():
-            self._on_ledger(lambda ledger: ledger.release(step, batch, digested))
+            self._opened.on_ledger(lambda ledger: ledger.release(step, batch, digested))
+            self._steps_spent = max(self._steps_spent, step + 1)
             self._progress.lost = step
             held = self._programs.advance(total, held, self._secrets.noise)
             return self._handed_out(held, step + 1)
@@ -242,12 +249,22 @@ class Training:
         inputs += b"".join(len(batch).to_bytes(8, "little") + batch for batch in batches)
         self._same_everywhere("inputs of the steps", inputs, _TOGETHER)
         with uninterrupted():
-            self._on_ledger(lambda ledger: ledger.reserve(step, len(batches), inputs))
+            self._opened.on_ledger(lambda ledger: ledger.reserve(step, len(batches), inputs))
+            self._steps_spent = max(self._steps_spent, step + len(batches))
             self._progress.lost = step
             held, words = program(*given)
             sums = list(zip(batches, self._agreed_on(words), strict=True))
-            self._on_ledger(lambda ledger: ledger.finish(step, sums))
+            self._opened.on_ledger(lambda ledger: ledger.finish(step, sums))
             return self._handed_out(held, step + len(batches))
+
+    def _past_released(self) -> State:
+        """After a restart whose steps differ from those that were released: these are lost, and stay spent."""
+        self._progress.pass_over(self.steps_taken + 1, self._steps_spent)
+        held = self._held
+        assert held is not None
+        for _ in range(self.steps_taken, self._steps_spent):
+            held = self._programs.skip(held, self._secrets.noise)
+        return self._handed_out(held, self._steps_spent)
 
     def _check_alike(self, words: Any, what: str) -> None:
         # As one: a process that left alone would keep the others waiting.
@@ -290,15 +307,6 @@ class Training:
             if other != value:
                 raise ValueError(f"{name}: process {rank} has another than process {self._processes.rank}; {remedy}")
 
-    def _on_ledger(self, action: Callable[[Ledger], Any]) -> Any:
-        """What process 0 does with the ledger; its result comes to every process."""
-
-        def act() -> Any:
-            assert self._opened.ledger is not None
-            return action(self._opened.ledger)
-
-        return self._processes.on_first(act)
-
     # --- what it knows ------------------------------------------------------------------------------------
 
     @property
@@ -322,7 +330,7 @@ class Training:
         A run that goes on from a copy (`moved="copied"`) adds what its ancestors had released when they were copied:
         epsilons and deltas add, so with n ancestors it holds at n + 1 times the plan's delta.
         """
-        return self._opened.spent(self.plan, self._on_ledger(lambda ledger: ledger.steps_spent))
+        return self._opened.spent(self.plan, self._steps_spent)
 
     def explain(self) -> str:
         """How this run clips, and the plan."""
@@ -342,7 +350,7 @@ class Training:
     # --- its folder ---------------------------------------------------------------------------------------
 
     def _checkpoints(self) -> Checkpoints | None:
-        return None if self.folder is None else Checkpoints(self.folder, self._opened, self._processes)
+        return None if self.folder is None else Checkpoints(self.folder, self._opened)
 
     def save(self) -> Path:
         """Write a checkpoint into the folder now, all of it or nothing."""
@@ -372,8 +380,7 @@ class Training:
 
     def _let_go(self) -> None:
         self._progress.end()
-        if self._opened.ledger is not None:
-            self._opened.ledger.close()
+        self._opened.close()
 
     def __enter__(self) -> Training:
         return self

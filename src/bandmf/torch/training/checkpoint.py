@@ -33,7 +33,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from bandmf import _check
 from bandmf._interrupts import uninterrupted
 from bandmf.ledger import checkpoints, seal
-from bandmf.ledger.run_folder import CHECKPOINTS
+from bandmf.ledger.run_folder import CHECKPOINTS, Opened
 from bandmf.noise.sealing import fresh_salt
 from bandmf.torch.noise import sealing
 from bandmf.torch.training import optimizer_state
@@ -47,7 +47,7 @@ class Saved:
     """What a checkpoint holds, and the folder of the run that it is of."""
 
     folder: Path
-    run_id: str
+    opened: Opened
     stepper: Stepper
     trained: Trained
 
@@ -56,7 +56,7 @@ class Saved:
     def save(self) -> Path:
         """Write a checkpoint, all of it or nothing; Ctrl-C waits for its end."""
         first = self.stepper.ranks.on_first
-        name = first(lambda: f"{self.stepper.recorded.number:010d}")
+        name = self.opened.on_ledger(lambda ledger: f"{ledger.number:010d}")
         target, draft = self.folder / CHECKPOINTS / name, self.folder / CHECKPOINTS / f".writing-{name}"
         if first(target.exists):
             return target  # nothing was released since
@@ -66,10 +66,7 @@ class Saved:
                 dcp.save(state, checkpoint_id=draft, planner=_WritePlain(), no_dist=alone)
             # Those that will be read: a listing of a network folder may lack the newest files of other ranks.
             names = first(lambda: _files_of(dcp.FileSystemReader(draft).read_metadata()))
-            stepper = self.stepper
-            checkpoints.add_seal(
-                draft, [*names, ".metadata"], stepper.steps_taken, stepper.ledger, stepper.engine.key, stepper.ranks
-            )
+            checkpoints.add_seal(draft, [*names, ".metadata"], self.stepper.steps_taken, self.opened)
             first(lambda: checkpoints.publish(draft, target))
         return target
 
@@ -81,7 +78,7 @@ class Saved:
         with sealing.sealed(stepper.noise, stepper.engine.key, stepper.ranks.gather, salt) as kept:
             noise = stepper.engine.state_dict(stepper.noise, copy=False)
             yield {
-                "run_id": self.run_id,
+                "run_id": self.opened.run_id,
                 "model": get_model_state_dict(trained.model),
                 "optimizer": {
                     str(number): optimizer_state.optimizer_state(optimizer, trained.model)
@@ -93,7 +90,7 @@ class Saved:
                 "step": stepper.steps_taken,
                 "plan": stepper.plan.digest,
                 "sampler": (stepper.sampler.provenance,),
-                "ledger": stepper.ranks.on_first(lambda: stepper.recorded.proof(stepper.steps_taken)),
+                "ledger": self.opened.on_ledger(lambda ledger: ledger.proof(stepper.steps_taken)),
                 "random": {str(stepper.ranks.rank): RandomState().sealed(stepper.engine.key, self._place())},
             }
 
@@ -110,7 +107,7 @@ class Saved:
         found = ranks.on_first(lambda: seal.checkpoints(self.folder / CHECKPOINTS))
         if not found:
             return False
-        own = checkpoints.verify(found[-1], self.run_id, stepper.ledger, ranks).run_id == self.run_id
+        own = checkpoints.verify(found[-1], self.opened).run_id == self.opened.run_id
         state = self._template(dcp.FileSystemReader(found[-1]).read_metadata())
         if own:
             stepper.noise.unfinished = True  # until the history that is being overwritten is whole again
@@ -127,12 +124,12 @@ class Saved:
     def _load_run(self, state: dict[str, Any]) -> None:
         """Noise, step and random numbers, once they are known to be of this run."""
         stepper = self.stepper
-        for name, mine in (("run_id", self.run_id), ("plan", stepper.plan.digest)):
+        for name, mine in (("run_id", self.opened.run_id), ("plan", stepper.plan.digest)):
             if state.get(name) != mine:
                 raise _check.fail(f"state['{name}']", state.get(name), f"must be {mine!r}: it is of another run")
         if state["noise"]["step"] != state["step"] or state["sampler"] != (stepper.sampler.provenance,):
             raise ValueError("checkpoint: its noise or its sampler is not of its step; load another checkpoint")
-        stepper.ranks.on_first(lambda: stepper.recorded.expect(state["step"], state["ledger"]))
+        self.opened.on_ledger(lambda ledger: ledger.expect(state["step"], state["ledger"]))
         random = self._random_state(state)
         stepper.noise = stepper.engine.load_state_dict(stepper.noise, state["noise"])
         sealing.unseal(stepper.noise, state["noise"].get("seal", {}), stepper.engine.key, stepper.ranks.gather)

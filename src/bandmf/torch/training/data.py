@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 
 from bandmf import _check
 from bandmf.planning import Plan
+from bandmf.randomness.generators import lent
 from bandmf.sampling import Sampler
 from bandmf.torch.clipping.protocol import Copies
 from bandmf.torch.training import loaders
@@ -84,11 +85,12 @@ class Examples:
     @cached_property
     def some(self) -> list[Any]:
         """A few examples to try the losses on, from everywhere in the data: none that sampling has chosen."""
-        if self.is_stream:
-            found = [example for _, example in zip(range(_LOOKED_AT), _examples_of(self.source), strict=False)]
-        else:
-            count = len(self.source)
-            found = self.fetch(sorted({count * n // _LOOKED_AT for n in range(_LOOKED_AT)}))
+        with lent():  # a data set may draw
+            if self.is_stream:
+                found = [example for _, example in zip(range(_LOOKED_AT), _examples_of(self.source), strict=False)]
+            else:
+                count = len(self.source)
+                found = self.fetch(sorted({count * n // _LOOKED_AT for n in range(_LOOKED_AT)}))
         by_size = sorted(found, key=_size)
         last = len(by_size) - 1
         return [by_size[place] for place in sorted({round(last * n / (_VERIFIED - 1)) for n in range(_VERIFIED)})]
@@ -161,7 +163,7 @@ class Batches:
             yield micro, self._next(micro)
 
     def forget(self) -> None:
-        """What was loaded ahead is of no use: a step failed, or the run went elsewhere."""
+        """Discards what was loaded ahead, after a failed or skipped step."""
         self._loaded = None
 
     def _next(self, micro: MicroBatch) -> Any:
@@ -233,7 +235,7 @@ class Batches:
 
 
 def steps_at_once(plan: Plan) -> int:
-    """Whose examples one pass over a stream collects: one turn of all parts; with bins, the root of a cycle."""
+    """For how many steps one pass over a stream collects examples: one turn of all parts; with bins, the root of a cycle."""
     return plan.bands if plan.cycle is None else math.ceil(math.sqrt(plan.cycle))
 
 

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from bandmf._interrupts import uninterrupted
-from bandmf.ledger import Ledger
 from bandmf.ledger.progress import Progress
+from bandmf.ledger.run_folder import Opened
 from bandmf.planning import Plan
-from bandmf.randomness.key import Key
 from bandmf.sampling import Sampler
 from bandmf.torch.clipping.protocol import Clipping
 from bandmf.torch.noise.engine import Engine
@@ -42,7 +41,7 @@ class Stepper:
     def __init__(
         self,
         plan: Plan,
-        key: Key,
+        opened: Opened,
         sampler: Sampler,
         trained: Trained,
         losses: Losses,
@@ -52,6 +51,7 @@ class Stepper:
         progress: Progress,
     ) -> None:
         self.plan, self.sampler, self.ranks, self._progress = plan, sampler, ranks, progress
+        self._opened, key = opened, opened.run_key
         self._trained, self._losses, self._clipping = trained, losses, clipping
         self.generators = Generators(key, ranks.rank)
         self.scale = plan.deviation(clip_norm)
@@ -65,7 +65,6 @@ class Stepper:
         )
         self.noise = self.engine.init(trained.parameters)
         self.sums = Sums(trained.parameters, key.derive("sums").secret)
-        self.ledger: Ledger | None = None  # on rank 0, once the run has begun
         self.steps_released = 0  # by this run, in whatever process: what was spent
         self.left_out = torch.zeros((), dtype=torch.int64)  # examples whose gradient was not finite
 
@@ -115,11 +114,5 @@ class Stepper:
             )
         batch, total = self.sampler.batch(step).tobytes(), b"".join(digest for _, digest in found)
         total += self.noise.provenance.dumps().encode()  # names and shapes decide the noise, too
-        self.ranks.on_first(lambda: self.recorded.release(step, batch, total))
+        self._opened.on_ledger(lambda ledger: ledger.release(step, batch, total))
         self.steps_released = max(self.steps_released, step + 1)
-
-    @property
-    def recorded(self) -> Ledger:
-        """The ledger, which only rank 0 has."""
-        assert self.ledger is not None
-        return self.ledger

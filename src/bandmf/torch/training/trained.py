@@ -78,7 +78,7 @@ class Trained:
         self.skip()
 
     def skip(self) -> None:
-        """The schedules go on by a step."""
+        """Advances the schedules by one step."""
         for schedule in self.schedules:
             if isinstance(schedule, LRScheduler):
                 schedule.step()
@@ -114,7 +114,7 @@ def _like(parameter: Tensor, mean: Tensor) -> Tensor:
 def checked_optimizers(given: Any) -> list[Optimizer]:
     """One or several optimizers of torch, without what accelerate or Lightning have wrapped around them."""
     several = list(given) if isinstance(given, list | tuple) else [given]
-    found = [getattr(each, "optimizer", each) for each in several]
+    found: list[Any] = [each if isinstance(each, LRScheduler) else getattr(each, "optimizer", each) for each in several]
     for optimizer in found:
         if not isinstance(optimizer, Optimizer):
             raise _check.fail(

@@ -141,7 +141,7 @@ class Training:
         ranks.start_equal(model)
         self._progress, self._busy = Progress(plan.steps, self.folder), Lock()
         stepper = Stepper(
-            plan, self._opened.run_key, sampler, trained, losses, self._clipping, clip_norm, ranks, self._progress
+            plan, self._opened, sampler, trained, losses, self._clipping, clip_norm, ranks, self._progress
         )
         check_allocated(plan, stepper)
         self._trained, self._stepper = trained, stepper
@@ -154,19 +154,19 @@ class Training:
     def _begin(self, begun: dict[str, Any]) -> None:
         """Begin the run, or go on with the one in the folder; a failure leaves nothing locked."""
         stepper = self._stepper
+        stepper.steps_released = self._opened.begin(begun, self.plan)
         self._saved = None
         self._saved_at: int | None = None  # the step of the last checkpoint
-        try:
-            stepper.steps_released = self._opened.begin(begun, self.plan)
-            stepper.ledger = self._opened.ledger
-            if self.folder is not None:
-                self._saved = Saved(self.folder, self._opened.run_id, stepper, self._trained)
-                if self._saved.restore():
-                    self._saved_at = stepper.steps_taken
-                    log.info("%s: goes on after step %d of %d", self.folder, self.steps_taken, self.plan.steps)
-        except BaseException:
-            self._let_go()
-            raise
+        if self.folder is not None:
+            self._saved = Saved(self.folder, self._opened, stepper, self._trained)
+            try:
+                restored = self._saved.restore()
+            except BaseException:
+                self._let_go()
+                raise
+            if restored:
+                self._saved_at = stepper.steps_taken
+                log.info("%s: goes on after step %d of %d", self.folder, self.steps_taken, self.plan.steps)
         self._progress.taken = self.steps_taken
 
     # --- the loop -----------------------------------------------------------------------------------------
@@ -208,14 +208,9 @@ class Training:
 
     def _go_past_released(self) -> int:
         """After a restart whose steps differ from those that were released: these are lost, and stay spent."""
-        first, last = self.steps_taken + 1, self._stepper.steps_released
-        log.warning(
-            "steps %d to %d were released before the restart and cannot be repeated bit for bit (other code, data, "
-            "learning rates, machine or kernels): they are spent and lost, and the run goes on after them", first, last
-        )  # fmt: skip
+        self._progress.pass_over(self.steps_taken + 1, self._stepper.steps_released)
         self._batches.forget()
         self._stepper.lose_released()
-        self._progress.taken = self.steps_taken
         return self.steps_taken if self.finished else self._advance()
 
     @contextmanager
@@ -313,8 +308,7 @@ class Training:
 
     def _let_go(self) -> None:
         self._batches.forget()  # workers are forks, which hold the lock of the folder as well
-        if self._opened.ledger is not None:
-            self._opened.ledger.close()
+        self._opened.close()
 
     def __enter__(self) -> Training:
         return self
