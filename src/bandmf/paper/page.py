@@ -145,7 +145,7 @@ def _section(folder: Path, judged: list[Judged], made: dict[str, Any]) -> list[s
     place = one.place[:1].upper() + one.place[1:]
     lines = ["", f"## {one.title}", ""]
     lines += _wrapped(f"{place}. [{one.name}.csv]({folder.name}/{one.name}.csv).{took}{note}")
-    lines += ["", f"![{one.title}]({folder.name}/{one.name}.png)", ""]
+    lines += ["", f"![{one.name}]({folder.name}/{one.name}.png)", ""]
     lines += ["| claim | verdict |", "| --- | --- |"]
     return lines + [f"| {_cell(each.claim.statement)} | {_cell(_said(each.verdict))} |" for each in judged]
 
