@@ -137,7 +137,7 @@ def test_steps_at_once_that_a_machine_does_not_repeat_are_lost_with_the_next_sta
     again = tiny.training(optimizer=SGD, folder=folder, save_every=12)
     agreed_on = again._agreed_on
     monkeypatch.setattr(again, "_agreed_on", lambda words: [each + b"!" for each in agreed_on(words)])
-    with pytest.raises(RuntimeError, match="step=1: was released, but .* construct Training again with this folder"):
+    with pytest.raises(RuntimeError, match=r"step=1: was released, but .* construct Training again with this folder"):
         tiny.trained(again, at_once=4)
     again.close()
     goes_on_after(tiny.training(optimizer=SGD, folder=folder, save_every=12, loss=other_loss), 4, caplog)

@@ -264,8 +264,8 @@ def test_operations_that_are_not_known_are_an_error_that_names_the_parameter_and
 
 def test_a_planted_error_is_caught(monkeypatch):
     """Every example is given the gradient of the next one."""
-    right = shared._described
-    monkeypatch.setattr(shared, "_described", lambda node, g, every: right(node, g.roll(1, 0), every))
+    right = shared.described
+    monkeypatch.setattr(shared, "described", lambda node, g, every: right(node, g.roll(1, 0), every))
     torch.manual_seed(0)
     x = torch.randn(B, T, D)
     with pytest.raises(AssertionError):

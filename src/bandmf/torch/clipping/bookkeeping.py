@@ -27,7 +27,7 @@ from bandmf.torch.clipping.products import widened
 from bandmf.torch.clipping.protocol import Copies, Losses, Parameters, checked_losses
 from bandmf.torch.clipping.recording.layers import layers_of
 from bandmf.torch.clipping.recording.recorder import Recorder
-from bandmf.torch.clipping.recording.shared import rows_of
+from bandmf.torch.clipping.recording.shared import Shared, rows_of
 from bandmf.torch.clipping.refusals import unrecorded
 from bandmf.torch.noise.precision import plain_arithmetic
 
@@ -40,6 +40,7 @@ class Bookkeeping:
         self._adder = Adder(parameters, clip_norm, per_layer)
         self.layers, self._bare = layers_of(model, {id(p): name for name, p in parameters.items()})
         self._recorder = Recorder()
+        self.is_slow = False  # whether, for each example, all of them are computed again
 
     def explain(self) -> str:
         by_function = [layer.path for layer in self.layers if layer.by_function]
@@ -64,7 +65,9 @@ class Bookkeeping:
         recorder = self._recorder
         with wanted_gradients(self._model, self._parameters), recorder.of(self.layers, self._bare, examples):
             given = differentiable(batch) if self._bare else batch
-            each = checked_losses(rows_of(losses(self._model, given)), examples)
+            found = losses(self._model, given)
+            self.is_slow = isinstance(found, Shared)
+            each = checked_losses(rows_of(found), examples)
             recorder.listen()
             backward(each, () if self._adder.sharded else self._parameters.values())
             with plain_arithmetic():

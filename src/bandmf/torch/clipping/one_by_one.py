@@ -25,6 +25,8 @@ from bandmf.torch.noise.precision import plain_arithmetic
 class OneByOne:
     """The clipping of any model, in batches of one."""
 
+    is_slow = False
+
     def __init__(self, model: nn.Module, parameters: Parameters, clip_norm: float, per_layer: bool) -> None:
         self._model, self._parameters = model, parameters
         self._adder = Adder(parameters, clip_norm, per_layer)
@@ -32,7 +34,7 @@ class OneByOne:
             raise _check.fail("clipping", "one-by-one", "with FSDP2 must be 'auto'")
 
     def learn(self, losses: Losses, batches: Callable[[], Sequence[tuple[Copies, Copies]]]) -> None:
-        """Nothing is in doubt."""
+        """Nothing to learn."""
 
     def explain(self) -> str:
         return "plain autograd, one example at a time"

@@ -17,6 +17,8 @@ Losses = Callable[[nn.Module, Any], Tensor]  # one loss for each example of a ba
 class Clipping(Protocol):
     """Clips the gradients of the examples of a batch and adds them up."""
 
+    is_slow: bool  # for these losses, as far as they were computed
+
     def explain(self) -> str: ...
     def learn(self, losses: Losses, batches: Callable[[], Sequence[tuple[Copies, Copies]]]) -> None:
         """Learn what it needs to know of layers, from fewer and more copies of examples; before all sums."""

@@ -33,7 +33,7 @@ class Finding:
 
 
 class UnsupportedError(ValueError):
-    """This mode of clipping cannot describe a layer; the other one may."""
+    """This mode of clipping cannot describe a layer; another one may."""
 
 
 class UnfitError(UnsupportedError):

@@ -32,6 +32,8 @@ _WRITTEN = 1 << 28  # numbers of gradients that are written out at a time
 class _Called(nn.Module):
     """Losses of a model, as a module: so torch.func exchanges the parameters for any use of the model."""
 
+    is_slow = False
+
     def __init__(self, model: nn.Module, losses: Losses) -> None:
         super().__init__()
         self.model, self._losses = model, losses
@@ -43,6 +45,8 @@ class _Called(nn.Module):
 class Vmapped:
     """The clipping of a model that torch.func can vectorize."""
 
+    is_slow = False
+
     def __init__(self, model: nn.Module, parameters: Parameters, clip_norm: float, per_layer: bool) -> None:
         self._model, self._parameters = model, parameters
         self._adder = Adder(parameters, clip_norm, per_layer)
@@ -53,7 +57,7 @@ class Vmapped:
         self._at_once = max(1, _WRITTEN // max(1, size))
 
     def learn(self, losses: Losses, batches: Callable[[], Sequence[tuple[Copies, Copies]]]) -> None:
-        """Nothing is in doubt."""
+        """Nothing to learn."""
 
     def explain(self) -> str:
         return f"torch.func.vmap of the whole loss, at most {self._at_once} examples at a time"

@@ -235,7 +235,7 @@ class Batches:
 
 
 def steps_at_once(plan: Plan) -> int:
-    """For how many steps one pass over a stream collects examples: one turn of all parts; with bins, the root of a cycle."""
+    """For how many steps a pass over a stream collects examples: a turn of all parts; in bins, the root of a cycle."""
     return plan.bands if plan.cycle is None else math.ceil(math.sqrt(plan.cycle))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bandmf.torch.clipping.contributions import Outer
+from bandmf.torch.clipping.recording.calls import argument
 from bandmf.torch.clipping.recording.recorded import Recorded
 from bandmf.torch.clipping.rules import Described, Rule, total
 
@@ -30,6 +31,9 @@ class Attention(Recorded):
     """The `forward` of an nn.MultiheadAttention, which records its projections."""
 
     module: nn.MultiheadAttention
+
+    def rows_at(self, args: Any, kwargs: Any) -> tuple[Tensor, str, int]:
+        return *argument(args, kwargs, 0, "query"), 0 if self.module.batch_first else 1
 
     def record(self, args: Any, kwargs: Any) -> tuple[Tensor, Tensor | None]:
         return self._forward(*args, **kwargs)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from bandmf.torch.clipping.contributions import Rows
 from bandmf.torch.clipping.products import wide
+from bandmf.torch.clipping.recording.calls import argument
 from bandmf.torch.clipping.recording.recorded import Recorded
 from bandmf.torch.clipping.rules import Described
 
@@ -24,6 +25,13 @@ class Bag(Recorded):
     """The `forward` of an nn.EmbeddingBag, which records its bags."""
 
     module: nn.EmbeddingBag
+
+    def rows_at(self, args: Any, kwargs: Any) -> tuple[Tensor, str, int] | None:
+        """Each offset begins a bag; without them each row of the numbers is one."""
+        if self.module.include_last_offset:  # there is one more than bags
+            return None
+        offsets = argument(args, kwargs, 1, "offsets")
+        return *(argument(args, kwargs, 0, "input") if offsets[0] is None else offsets), 0
 
     def record(self, args: Any, kwargs: Any) -> Tensor:
         return self._forward(*args, **kwargs)

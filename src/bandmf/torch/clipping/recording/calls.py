@@ -19,7 +19,6 @@ from bandmf.randomness import generators
 if TYPE_CHECKING:
     from bandmf.torch.clipping.recording.recorder import Layer
 
-FIRST = "[0][0]"  # the path of the first argument
 Seen = dict[tuple["Layer", str], list[tuple[tuple[int, ...], int]]]  # call by call: shape, and how many rows there were
 
 
@@ -28,6 +27,13 @@ def tensors_of(args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
     for path, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]:
         if isinstance(leaf, Tensor):
             yield pytree.keystr(path), leaf
+
+
+def argument(args: Any, kwargs: Any, place: int, name: str) -> tuple[Any, str]:
+    """One argument of a call, and the path that tells it apart."""
+    if len(args) > place:
+        return args[place], pytree.keystr((pytree.SequenceKey(0), pytree.SequenceKey(place)))
+    return kwargs.get(name), pytree.keystr((pytree.SequenceKey(1), pytree.MappingKey(name)))
 
 
 class Calls:
@@ -41,6 +47,11 @@ class Calls:
     @property
     def is_looking(self) -> bool:
         return self._seen is not None
+
+    @property
+    def has_looked(self) -> bool:
+        """Whether the losses of copies were computed."""
+        return bool(self._pairs) and not any(seen is _NOTHING for seen in self._pairs)
 
     def look(self, run: Callable[[], object], device: torch.device) -> None:
         """While the losses of copies are computed; where that fails, nothing is known."""
@@ -65,8 +76,7 @@ class Calls:
         key = layer, path, dimension
         if key not in self._known:
             pairs = [seen[layer, path] for seen in self._pairs if (layer, path) in seen]
-            failed = any(seen is _NOTHING for seen in self._pairs)
-            self._known[key] = None if failed or not pairs else _decided(pairs, dimension)
+            self._known[key] = _decided(pairs, dimension) if pairs and self.has_looked else None
         return self._known[key]
 
 

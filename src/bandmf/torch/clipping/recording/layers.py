@@ -41,7 +41,7 @@ def _walk(module: nn.Module, path: str, names: dict[int, str], batch: int) -> It
         yield Layer(module, path, _inside(module, names), batch, Recorded, by_function=True)
         return
     if own and describes(module):
-        yield Layer(module, path, own, 0, Attention)
+        yield Layer(module, path, own, 0, Attention, outer=_inside(module, names))
     elif own and recurrent.describes(module):
         yield Layer(module, path, own, 0, recurrent.Recurrent)
     elif own and bags.describes(module):

@@ -15,12 +15,12 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from bandmf.torch.clipping.contributions.totals import Described
-from bandmf.torch.clipping.recording.calls import FIRST, tensors_of
+from bandmf.torch.clipping.recording.calls import argument, tensors_of
 from bandmf.torch.clipping.recording.fallback import changed
 from bandmf.torch.clipping.recording.notes import ANCHOR
 from bandmf.torch.clipping.recording.recorder import Layer, Recorder
 from bandmf.torch.clipping.recording.shared import Shared, Source, by_layer, of_examples, of_source, rows_of
-from bandmf.torch.clipping.refusals import refuse_packed
+from bandmf.torch.clipping.refusals import other_rows, refuse_packed
 from bandmf.torch.clipping.rows import Owners, owners
 from bandmf.torch.clipping.rules import convolution, embedding, linear
 
@@ -50,18 +50,29 @@ class Recorded:
             return by_layer(self.layer, recorder, args, kwargs)
         return self.record(args, kwargs)
 
+    def rows_at(self, args: Any, kwargs: Any) -> tuple[Tensor, str, int] | None:
+        """The tensor that has the examples, its path among the arguments and the dimension; None: is not asked."""
+        if self.layer.rule in (None, embedding):
+            return None
+        return *argument(args, kwargs, 0, self.layer.input_name), self.layer.batch
+
     def _is_given_once(self, args: Any, kwargs: Any) -> bool:
-        """Whether all examples share what a layer with a rule is given, such as coordinates."""
-        layer, whose = self.layer, owners()
-        if layer.rule in (None, embedding) or (whose is not None and whose.dimensions > 1):
+        """Whether all examples share what a layer is given, such as coordinates; fails where that is not clear."""
+        whose, asked = owners(), self.rows_at(args, kwargs)
+        if asked is None or (whose is not None and whose.dimensions > 1):
             return False
-        given = self._input(args, kwargs)
-        if not isinstance(given, Tensor) or given.requires_grad:
-            return False
-        if given.ndim > layer.batch and given.shape[layer.batch] == 1:
-            return self.recorder.count(whose) > 1
-        path = FIRST if args else next(tensors_of(args, kwargs))[0]
-        return self.recorder.calls.has_rows(layer, path, layer.batch) is False
+        given, path, dimension = asked
+        if given.ndim > dimension and given.shape[dimension] == 1:
+            return not given.requires_grad and self.recorder.count(whose) > 1
+        calls = self.recorder.calls
+        has_rows = calls.has_rows(self.layer, path, dimension)
+        if given.requires_grad:
+            unclear = has_rows is False
+        else:
+            unclear = has_rows is None and whose is None and calls.has_looked
+        if unclear:
+            raise other_rows(self.layer.path)
+        return has_rows is False
 
     def with_rows(self, args: Any, kwargs: Any) -> Any:
         """What is Shared among the inputs, with a row for each example in front."""

@@ -40,6 +40,12 @@ class Layer:
     forward: Callable[[Layer, Recorder], Callable[..., Any]]  # what takes the place of its own
     rule: Rule | None = None
     by_function: bool = False  # by torch.func
+    outer: dict[str, str] | None = None  # of its parameters and those of its parts, where they are layers, too
+
+    @property
+    def inside(self) -> dict[str, str]:
+        """All parameters that a call uses."""
+        return self.names if self.outer is None else self.outer
 
     @cached_property
     def input_name(self) -> str:

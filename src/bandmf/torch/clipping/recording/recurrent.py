@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from bandmf.torch.clipping.contributions import Outer
+from bandmf.torch.clipping.recording.calls import argument
 from bandmf.torch.clipping.recording.recorded import Recorded
 from bandmf.torch.clipping.refusals import other_rows
 from bandmf.torch.clipping.rules import Described, Rule, total
@@ -33,6 +34,10 @@ class Recurrent(Recorded):
     """The `forward` of a recurrent module, which records its maps."""
 
     module: nn.RNNBase
+
+    def rows_at(self, args: Any, kwargs: Any) -> tuple[Tensor, str, int] | None:
+        given, path = argument(args, kwargs, 0, "input")
+        return (given, path, 0 if self.module.batch_first else 1) if isinstance(given, Tensor) else None
 
     def with_rows(self, args: Any, kwargs: Any) -> Any:
         """The examples are the second dimension of a state: it is cut into layers before."""

@@ -13,18 +13,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, vjp, vmap
+from torch.func import functional_call
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from bandmf.torch.clipping.contributions.totals import Described
 from bandmf.torch.clipping.recording.fallback import random_state
-from bandmf.torch.clipping.refusals import not_shared
+from bandmf.torch.clipping.recording.sources import Node, Recipe, Source, described, expanded
 from bandmf.torch.clipping.rows import owners
 
 if TYPE_CHECKING:
@@ -41,35 +39,12 @@ _REPEATS = {"expand", "expand_as", "repeat", "tile", "broadcast_to"}
 _NORMALIZING: dict[str, Callable[..., Tensor]] = {
     each.__name__: each for each in (functional.layer_norm, functional.group_norm, functional.rms_norm)
 }
+_BY_ROW = {"baddbmm", "cdist", "pairwise_distance", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
 _DROPOUT = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout"}
 _NOT_ROWS = (
     "meets tensors whose first dimension does not count the examples (if it is time, give them the examples first: "
     "batch_first=True, or transpose)"
 )
-
-
-@dataclass(frozen=True, eq=False)
-class Source:
-    """What Shared values begin with: a parameter, or the output of an embedding."""
-
-    name: str
-    value: Tensor
-    describe: Callable[[Tensor], Described]  # from gradients (rows, *shape) of single rows
-
-
-Recipe = Callable[[dict[Source, Tensor]], Tensor]
-
-
-@dataclass(frozen=True, eq=False)
-class Node:
-    value: Tensor
-    sources: tuple[Source, ...]
-    recipe: Recipe
-    recorder: Recorder
-    once: Shared | None = None  # where all rows are the same: one of them
-
-    def fail(self, what: str) -> RuntimeError:
-        return not_shared(self.sources[0].name, what)
 
 
 class Shared(Tensor):
@@ -104,11 +79,16 @@ class _Operation:
         self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
         self.shared = [leaf for leaf in self.leaves if isinstance(leaf, Shared)]
         self.node = self.shared[0].node
+        if self.name in ("to", "type_as"):  # of the other tensor only type and device count
+            others = self.leaves[1:]
+            self.leaves[1:] = [_plain(leaf).new_empty(()) if isinstance(leaf, Tensor) else leaf for leaf in others]
         self.others = [leaf for leaf in self.leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Shared)]
 
     def result(self) -> Any:
         if self.name == "requires_grad":
             return True
+        if self.name in ("to", "type_as") and not isinstance(self.leaves[0], Shared):
+            return self.call(self.leaves)
         if self.name == "requires_grad_" and self.leaves[1:] in ([], [True]):  # it does
             return self.leaves[0]
         if self.name in ("detach", "data") or not torch.is_grad_enabled():
@@ -143,13 +123,13 @@ class _Operation:
         leaves, rows = [], 1
         for leaf in self.leaves:
             if isinstance(leaf, Shared) and leaf.node.once is not None and leaf.ndim == ndim:
-                rows, leaf = len(leaf), leaf.node.once
+                rows, leaf = max(rows, len(leaf)), leaf.node.once
             elif isinstance(leaf, Tensor) and leaf.ndim == ndim and len(leaf) != 1:
                 return None
             leaves.append(leaf)
         once = derive(self.call, leaves)
         value = _plain(once).expand(rows, *once.shape[1:])
-        return shared(Node(value, once.node.sources, _expanded(once.node.recipe, rows), self.node.recorder, once))
+        return shared(Node(value, once.node.sources, expanded(once.node.recipe, rows), self.node.recorder, once))
 
     def repeated(self) -> Any:
         """A new first dimension, or one of length 1, that is repeated."""
@@ -169,6 +149,14 @@ class _Operation:
 
     def with_examples(self) -> Any:
         """With tensors of the examples: one row for each."""
+        made = self._with_examples()
+        if isinstance(made, Tensor):
+            as_torch = self.call([_without_numbers(leaf) for leaf in self.leaves])
+            if made.shape != as_torch.shape:
+                raise self.node.fail(f"meets examples in {self.name}")
+        return made
+
+    def _with_examples(self) -> Any:
         if (
             self.name in _POINTWISE
             or self.name.rstrip("_") in _POINTWISE
@@ -196,8 +184,11 @@ class _Operation:
             return self._einsum()
         if self.name in _NORMALIZING and not isinstance(self.leaves[0], Shared):
             return self._normalized()
-        if all(each.node.once is not None for each in self.shared):
-            return self.call([_rows(leaf, leaf.ndim) if isinstance(leaf, Shared) else leaf for leaf in self.leaves])
+        if self.name in _BY_ROW:
+            ndim = self.shared[0].ndim
+            self._check_rows(ndim, self.others)
+            if all(leaf.ndim == ndim for leaf in (*self.shared, *self.others)):
+                return self.call([_rows(leaf, ndim) for leaf in self.leaves])
         raise self.node.fail(f"meets examples in {self.name}")
 
     def _einsum(self) -> Any:
@@ -233,7 +224,7 @@ class _Operation:
 
     def _matmul(self, left: Tensor, right: Tensor) -> Tensor:
         """x @ W: for each example a matrix of its own."""
-        if isinstance(left, Shared) and right.ndim < 3 and not isinstance(right, Shared):
+        if isinstance(left, Shared) and (right.ndim < 3 or left.ndim < 2) and not isinstance(right, Shared):
             raise self.node.fail("is multiplied from the left with a matrix of all examples")
         vector, column = left.ndim == 2, right.ndim == 1
         left = left[:, None] if vector and not isinstance(left, Shared) else left
@@ -276,6 +267,8 @@ def derive(call: Callable[[list[Any]], Any], leaves: Sequence[Any]) -> Any:
 
         return compute
 
+    if any(isinstance(each, Tensor) and each.is_complex() for each in output):
+        raise first.fail("becomes complex")
     made = [
         shared(Node(each, sources, recipe(number), first.recorder))
         if isinstance(each, Tensor) and each.is_floating_point()
@@ -295,8 +288,8 @@ def _finite(leaf: Any) -> Any:
 
 def by_layer(layer: Layer, recorder: Recorder, args: Any, kwargs: Any) -> Any:
     """The output of a layer that is given Shared values, or nothing of the examples: Shared too."""
-    names = list(layer.names)
-    handed = [of_parameter(layer.names[n], p, recorder) for n, p in zip(names, layer.parameters(), strict=True)]
+    names = list(layer.inside)
+    handed = [of_parameter(layer.inside[name], layer.module.get_parameter(name), recorder) for name in names]
     leaves, spec = pytree.tree_flatten((args, kwargs))
 
     def call(given: list[Any]) -> Any:
@@ -313,57 +306,21 @@ def _rows(leaf: Any, ndim: int) -> Any:
         return leaf
     node, count = leaf.node, leaf.node.recorder.count(owners())
     if node.once is not None and leaf.ndim == ndim:
+        if len(leaf) not in (1, count):
+            raise node.fail(_NOT_ROWS)
         node = node.once.node
     value = node.value.reshape(*[1] * (ndim - node.value.ndim), *node.value.shape)
     if ndim == 0 or (len(value) != 1 and len(value) != count):
         raise node.fail(_NOT_ROWS)
     every = len(value) == 1
     return node.recorder.note_shared(
-        node.sources[0].name,
-        value.expand(count, *value.shape[1:]),
-        lambda gradients: _described(node, gradients, every),
+        node.sources[0].name, value.expand(count, *value.shape[1:]), lambda gradients: described(node, gradients, every)
     )
 
 
 def rows_of(leaf: Any) -> Any:
     """A Shared value whose first dimension counts the examples, as an ordinary tensor."""
     return _rows(leaf, leaf.ndim) if isinstance(leaf, Shared) else leaf
-
-
-def _described(node: Node, gradients: Tensor, every: bool) -> list[Described]:
-    """From the gradient of each row to what each source describes."""
-    given = [source.value for source in node.sources]
-
-    def compute(*values: Tensor) -> Tensor:
-        return node.recipe(dict(zip(node.sources, values, strict=True)))
-
-    output, pull, *_ = vjp(compute, *given)
-    gradients = gradients.to(output.dtype)
-    if every:
-        found = vmap(pull)(gradients.reshape(len(gradients), *output.shape))
-    else:  # of row i, example i alone has something
-
-        def one(number: Tensor, gradient: Tensor) -> Any:
-            return pull(torch.zeros_like(output).index_copy(0, number[None], gradient[None]))
-
-        found = vmap(one)(torch.arange(len(gradients), device=gradients.device), gradients)
-        if len(gradients) > 1 and _spreads(gradients, found):
-            raise node.fail("overflows for an example, in an operation")
-    return [source.describe(each) for source, each in zip(node.sources, found, strict=True)]
-
-
-def _spreads(gradients: Tensor, found: Sequence[Tensor]) -> bool:
-    """Whether what is not finite for one example came to be so for all."""
-    finite = [each.isfinite().reshape(len(each), -1).all(1) for each in (gradients, *found)]
-    return bool(finite[0].any()) and not bool(torch.stack(finite[1:]).all(0).any())
-
-
-def _expanded(recipe: Recipe, rows: int) -> Recipe:
-    def compute(given: dict[Source, Tensor]) -> Tensor:
-        once = recipe(given)
-        return once.expand(rows, *once.shape[1:])
-
-    return compute
 
 
 def of_examples(leaf: Any) -> bool:
@@ -373,6 +330,10 @@ def of_examples(leaf: Any) -> bool:
 
 def _plain(leaf: Any) -> Any:
     return leaf.node.value if isinstance(leaf, Shared) else leaf
+
+
+def _without_numbers(leaf: Any) -> Any:
+    return _plain(leaf).detach().to("meta") if isinstance(leaf, Tensor) else leaf
 
 
 def _ones(leaf: Any) -> Any:

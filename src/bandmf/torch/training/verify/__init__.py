@@ -65,28 +65,30 @@ def verify(
     examples = list(examples)
     _check.whole("len(examples)", len(examples), 2, _MOST)
     given = model, losses, examples, collate or default_collate
-    report, is_clipping = _report(*given, clipping)
-    for mode in ("vmap", "one-by-one") if clipping == "auto" and is_clipping else ():
+    report, why = _report(*given, clipping)
+    others = () if clipping != "auto" or why is None else ("vmap",) if report.ok else ("vmap", "one-by-one")
+    for mode in others:
         other, _ = _report(*given, mode)
-        if other.ok:
-            return replace(other, notes=(*other.notes, sentences.other_clipping(mode, report.problems[0])))
+        if why is not None and other.ok:
+            return replace(other, notes=(*other.notes, sentences.other_clipping(mode, why)))
     return report
 
 
 def _report(
     model: nn.Module, losses: Losses, examples: Sequence[Any], collate: Collate, clipping: str
-) -> tuple[Report, bool]:
-    """What there is to say, and whether another way of clipping may have no problem."""
+) -> tuple[Report, Finding | None]:
+    """What there is to say, and why another way of clipping may be better."""
     notes: list[Finding] = []
-    problems, is_clipping = list(check(model, clipping=clipping).problems), False
+    problems, why = list(check(model, clipping=clipping).problems), None
     if not problems:
         with exact(), Start(model) as start:
             passes = Passes(model, losses, examples, collate, start)
             problems, notes, alone = _looked_at(passes)
             if not problems and alone is not None:
                 summed = _sums(passes, clipping, alone)
-                problems, notes, is_clipping = summed.problems, [*notes, *summed.notes], bool(summed.problems)
-    return Report(type(model).__name__, clipping, tuple(problems), tuple(notes)), is_clipping
+                problems, notes = summed.problems, [*notes, *summed.notes]
+                why = problems[0] if problems else sentences.slow() if summed.is_slow else None
+    return Report(type(model).__name__, clipping, tuple(problems), tuple(notes)), why
 
 
 def _looked_at(passes: Passes) -> tuple[list[Finding], list[Finding], Compared | None]:
@@ -142,20 +144,23 @@ def _sums(passes: Passes, clipping: str, found: Compared) -> Compared:
     sums = {n: torch.zeros(p.shape, dtype=torch.float32, device=p.device) for n, p in passes.trained.items()}
     try:
         members = [first] if clipping == "one-by-one" else [first, *others]
-        draws = _clipped(passes, clipping, found, members, sums)
+        draws, is_slow = _clipped(passes, clipping, found, members, sums)
     except (RuntimeError, ValueError, TypeError) as error:
         return Compared([sentences.no_clipping(error)])
     differ = gradients_differ(dict(sums), found.alone[first], passes.is_half, found.rounding)
-    if found.notes or not differ:
-        return Compared()
-    if draws.shapes != passes(members).draws.shapes:
-        return Compared([], [sentences.not_summed()])
+    if not differ:
+        return Compared(is_slow=is_slow)
+    if found.notes or draws.shapes != passes(members).draws.shapes:
+        return Compared([], [sentences.not_summed()], is_slow=is_slow)
     lost = [name for name in differ if not bool(sums[name].any())]
     return Compared([sentences.lost(n) if n in lost else sentences.other_sum(n) for n in differ])
 
 
-def _clipped(passes: Passes, clipping: str, found: Compared, members: list[int], sums: dict[str, Tensor]) -> Draws:
+def _clipped(
+    passes: Passes, clipping: str, found: Compared, members: list[int], sums: dict[str, Tensor]
+) -> tuple[Draws, bool]:
     clip, count = make_clipping(clipping, passes.model, passes.trained, _HUGE, False), len(members)
     ends = (0, passes.count - 1)
     clip.learn(passes.losses, lambda: [((passes.batch([e] * 2), 2), (passes.batch([e] * 3), 3)) for e in ends])
-    return passes.clipped(members, found.style, lambda losses, batch: clip.add_to(sums, losses, batch, count, 1))
+    draws = passes.clipped(members, found.style, lambda losses, batch: clip.add_to(sums, losses, batch, count, 1))
+    return draws, clip.is_slow

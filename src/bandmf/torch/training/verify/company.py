@@ -31,6 +31,7 @@ class Compared:
     alone: dict[int, Gradient] = field(default_factory=dict)
     style: Style = STYLES[0]
     rounding: float = 0.0  # of gradients of losses near zero
+    is_slow: bool = False  # the clipping that was compared
 
 
 def compare(passes: Passes, full: Pass, other: Pass, gradients: dict[int, Gradient], tried: set[int]) -> Compared:

@@ -36,7 +36,7 @@ def between(before: str, behind: str, kind: str) -> Finding:
     return Finding(
         behind,
         f"({kind}) or what comes between {before!r} and it mixes the examples of a batch (a batch norm, attention over "
-        f"the wrong dimension, mixing of hidden states), {_CHANGES}",
+        f"the wrong dimension, mixing of hidden states), or the losses average {before!r} over the batch, {_CHANGES}",
         "use nn.GroupNorm or nn.LayerNorm, and keep the examples apart between layers",
     )
 
@@ -175,8 +175,16 @@ def other_clipping(mode: str, finding: Finding) -> Finding:
     why = finding.reason if finding.layer == CLIPPING else replace(finding, remedy="")
     return Finding(
         CLIPPING,
-        f"is {mode!r} here, which costs {price}: book-keeping cannot describe this model ({why})",
+        f"is {mode!r} here, which costs {price}: book-keeping does not suit this model ({why})",
         finding.remedy or f"give clipping={mode!r} to choose that from the start",
+    )
+
+
+def slow() -> Finding:
+    return Finding(
+        CLIPPING,
+        "parameters meet examples only in whole numbers or in what frozen layers make of them, and every example would "
+        "cost a pass over all",
     )
 
 
@@ -189,7 +197,7 @@ def not_compared() -> Finding:
 
 
 def not_summed() -> Finding:
-    return Finding(CLIPPING, "was not compared with autograd: it draws random numbers in another order, or others", "")
+    return Finding(CLIPPING, "was not compared with autograd, as it draws other random numbers, or in another order")
 
 
 def not_whole() -> Finding:
