@@ -1,6 +1,6 @@
 """Look, on a few examples, for what no construction excludes: examples that depend on each other.
 
-Guarantees: model, buffers, modes, gradients and generators are left as they were; what cannot be compared becomes a
+Guarantees: model, buffers, numbers, modes, gradients and generators are left as they were; what cannot be compared becomes a
 note, never a problem.
 
 - The other rows have no gradient: exact for all that is differentiable, whatever is drawn.
@@ -8,14 +8,15 @@ note, never a problem.
   gradient. Random draws are made a function of the example for this.
 - Nothing changes by looking: buffers and weights do not follow the data.
 - Clipping finds, for one of several examples, what autograd finds for it alone.
+- Where weights are reached and have no gradient, all of this once more, with other weights in place of zeros.
 
 Not covered: what depends on the others only for examples unlike the ones given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from bandmf.torch.training.data import Collate
 from bandmf.torch.training.verify import sentences
 from bandmf.torch.training.verify.company import Compared, compare, gradients_differ
 from bandmf.torch.training.verify.draws import Draws
-from bandmf.torch.training.verify.others import Judged, judge
+from bandmf.torch.training.verify.others import Gradient, Judged, judge
 from bandmf.torch.training.verify.passes import Passes
 from bandmf.torch.training.verify.start import Start, same_bits
 
@@ -78,17 +79,42 @@ def _report(
     model: nn.Module, losses: Losses, examples: Sequence[Any], collate: Collate, clipping: str
 ) -> tuple[Report, Finding | None]:
     """What there is to say, and why another way of clipping may be better."""
-    notes: list[Finding] = []
-    problems, why = list(check(model, clipping=clipping).problems), None
-    if not problems:
-        with exact(), Start(model) as start:
-            passes = Passes(model, losses, examples, collate, start)
-            problems, notes, alone = _looked_at(passes)
-            if not problems and alone is not None:
-                summed = _sums(passes, clipping, alone)
-                problems, notes = summed.problems, [*notes, *summed.notes]
-                why = problems[0] if problems else sentences.slow() if summed.is_slow else None
-    return Report(type(model).__name__, clipping, tuple(problems), tuple(notes)), why
+    problems = list(check(model, clipping=clipping).problems)
+    if problems:
+        return Report(type(model).__name__, clipping, tuple(problems), ()), None
+    with exact(), Start(model) as start:
+        found = _look(Passes(model, losses, examples, collate, start), clipping)
+        if not found.problems and found.hides:
+            with start.away_from_zero():
+                behind = _look(Passes(model, losses, examples, collate, start), clipping)
+            found.problems, found.why = behind.problems, behind.why or found.why
+    return Report(type(model).__name__, clipping, tuple(found.problems), tuple(found.notes)), found.why
+
+
+@dataclass
+class _Found:
+    """What one look has found."""
+
+    problems: list[Finding]
+    notes: list[Finding]
+    why: Finding | None = None  # another way of clipping may be better
+    hides: bool = False  # whether weights have no gradient, as behind a gate that begins closed
+
+
+def _look(passes: Passes, clipping: str) -> _Found:
+    problems, notes, alone = _looked_at(passes)
+    if problems or alone is None:
+        return _Found(problems, notes)
+    summed = _sums(passes, clipping, alone)
+    why = summed.problems[0] if summed.problems else sentences.slow() if summed.is_slow else None
+    return _Found(summed.problems, [*notes, *summed.notes], why, _hides(alone.alone.values()))
+
+
+def _hides(alone: Collection[Gradient]) -> bool:
+    """Whether some weights are reached, and get nothing from any example."""
+    names = next(iter(alone))
+    several = ([gradient[name] for gradient in alone] for name in names)
+    return any(all(each is not None and not bool(each.any()) for each in gradients) for gradients in several)
 
 
 def _looked_at(passes: Passes) -> tuple[list[Finding], list[Finding], Compared | None]:

@@ -67,8 +67,8 @@ def remembers() -> Finding:
     return Finding(
         "losses",
         "gives an example another loss after other batches went through (a queue, a memory bank or a running average "
-        "outside the model's buffers), without noise",
-        "keep nothing of the data from one batch to the next",
+        "outside the model's buffers, a count of passes), without noise",
+        "keep nothing of the data from one batch to the next, and set a count from training.steps_taken, in the loop",
     )
 
 

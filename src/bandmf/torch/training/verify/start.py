@@ -1,9 +1,10 @@
-"""The start that every pass has, and that verify leaves behind: weights, buffers, modes, gradients, generators."""
+"""The start that every pass has, and that verify leaves behind: weights, buffers, numbers, modes, generators."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -14,12 +15,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 
+_SMALL = 0.05  # a standard deviation of weights
+
+
 class Start:
     """A context; within it, `changes` says what a pass has changed."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._tensors = {name: (each, each.detach().clone()) for name, each in _tensors(model).items()}
+        self._numbers = _numbers(model)
         self._modes = [(module, module.training) for module in model.modules()]
         self._wants = [(p, p.requires_grad, p.grad) for p in model.parameters()]
 
@@ -59,7 +64,22 @@ class Start:
         kept = {name: (found, self._tensors[name][1]) for name, found in now.items() if name in self._tensors}
         for name in (now.keys() - kept.keys()) | _unlike(kept):
             changed[name] = now[name].detach().clone()
-        return changed
+        before = self._numbers
+        other = {key: value for key, value in _numbers(self._model).items() if value != before.get(key, value)}
+        return changed | {".".join(filter(None, key)): torch.tensor(value) for key, value in other.items()}
+
+    @contextmanager
+    def away_from_zero(self) -> Iterator[None]:
+        """Where weights begin as zeros, gates are closed, and nothing of what lies behind them shows."""
+        before, dice = dict(self._tensors), torch.Generator().manual_seed(0)
+        for name, parameter in self._model.named_parameters():
+            if not isinstance(parameter, DTensor) and parameter.is_floating_point() and not bool(parameter.any()):
+                other = _SMALL * torch.randn(parameter.shape, generator=dice)
+                self._tensors[name] = parameter, other.to(parameter)
+        try:
+            yield
+        finally:
+            self._tensors = before
 
     def after(self, changes: dict[str, Tensor | None], name: str) -> Tensor | None:
         """What a parameter or buffer was after a pass with these changes."""
@@ -80,6 +100,8 @@ class Start:
         for name in _unlike(self._tensors):
             tensor, before = self._tensors[name]
             tensor.copy_(before)
+        for (path, own), value in self._numbers.items():
+            setattr(self._model.get_submodule(path), own, value)
         for module, training in self._modes:
             module.training = training
 
@@ -112,6 +134,17 @@ def _reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def _numbers(model: nn.Module) -> dict[tuple[str, str], int | float]:
+    """Those that modules keep as attributes, such as a count of passes."""
+    modules = model.named_modules()
+    return {
+        (path, own): value
+        for path, module in modules
+        for own, value in vars(module).items()
+        if type(value) in (int, float)
+    }
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
