@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from bandmf.torch import verify
 from bandmf.torch.clipping.recording import shared
 from bandmf.torch.clipping.rows import rows
 from one_at_a_time import added, assert_clipped_as_single_examples
@@ -124,6 +125,19 @@ def half_used(m, x):
     return m.last(m.first(x) * torch.cat([a, 3 * b]))
 
 
+def of_the_type_of_examples(m, x):
+    pos = m.pos[0].to(x)
+    return m.last(m.first(x) + pos[:T] + pos.mean(0) + m.gamma.type_as(x))
+
+
+def examples_of_the_type_of_a_parameter(m, x):
+    return m.last(m.first(x.to(m.gamma)) * m.gamma)
+
+
+def distances(m, x):
+    return m.last(m.first(x)) * torch.cdist(m.first(x), m.cls.expand(len(x), -1, -1))
+
+
 def dropped_out(m, x):
     return m.last(m.first(x) + functional.dropout(m.pos[:, :1], 0.0, True))
 
@@ -150,7 +164,8 @@ WAYS = [
     cls_token, cls_token_repeated, cls_and_registers_of_one_call, positions_before_examples, layer_scale,
     scale_of_raw_inputs, mask_token, mask_of_numbers, matrix, matrix_of_vectors, queries,
     queries_through_a_layer_before_rows, bias_of_pairs, through_a_list, normalized, normalizing_function,
-    group_normalizing_function, einsum, half_used, dropped_out, in_place, under_checkpointing,
+    group_normalizing_function, einsum, half_used, of_the_type_of_examples, examples_of_the_type_of_a_parameter,
+    distances, dropped_out, in_place, under_checkpointing,
 ]  # fmt: skip
 
 
@@ -252,13 +267,26 @@ def test_categories_of_the_examples_train_even_if_there_are_as_many_as_places(ex
     lambda m, x: m.last(torch.einsum("btd,de->tbe", m.first(x), m.weight).transpose(0, 1)),
     lambda m, x: m.last(torch.cat([m.first(x), m.cls], 0)[: len(x)]),
     lambda m, x: m.last((m.first(x).transpose(0, 1) + m.pos[0, :T, None]).transpose(0, 1)),
+    lambda m, x: m.last(m.gamma[:T] @ m.first(x)),  # from the left
+    lambda m, x: m.last(m.first(m.gamma.expand(3, -1)).sum(0) + m.first(x)),  # three rows, not the examples'
+    lambda m, x: m.last((torch.fft.rfft(m.first(x)) * torch.fft.rfft(m.gamma)).abs() @ m.weight[:4]),
+    *(
+        lambda m, x, use=use: m.last(use(m.first(x), (x[..., :1] > 0).expand_as(x), m.cls.expand(len(x), T, -1)))
+        for use in (
+            lambda x, chosen, rows: x.masked_scatter(chosen, rows),
+            lambda x, chosen, rows: x.index_put((chosen[..., 0].nonzero(as_tuple=True)[0],), rows[:1, 0].squeeze(0)),
+            lambda x, chosen, rows: x.index_add(0, torch.arange(len(x)).flip(0), rows),
+            lambda x, chosen, rows: x.scatter_add(0, torch.zeros_like(x, dtype=torch.long), rows),
+            lambda x, chosen, rows: torch.vstack([x, rows])[: len(x)],
+        )
+    ),
 ])  # fmt: skip
 def test_operations_that_are_not_known_are_an_error_that_names_the_parameter_and_vmap(way):
     torch.manual_seed(0)
     model, x = Model(way, **own()), torch.randn(5, T, D)
     with pytest.raises(RuntimeError, match="clipping='vmap'") as caught:
         added(model, losses, x, 5)
-    assert any(f"{name!r}" in str(caught.value) for name in ("gamma", "weight", "cls", "pos"))
+    assert any(f"{name!r}" in str(caught.value) for name in ("gamma", "weight", "cls", "pos", "last.weight"))
     assert all(name not in vars(model) for name in own())
 
 
@@ -301,6 +329,36 @@ def test_features_that_are_not_finite_do_nothing_to_others(use):
     beside = added(model, of, [counts, labels], 8)
     assert float(others.norm()) > 0.1
     assert float((beside - others).norm()) <= 1.0 + 1e-4
+
+
+class Prompted(nn.Module):
+    """A learned prompt is put where a text has places for it: all texts have two, but one."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.prompt, self.out = nn.Embedding(20, D), parameter(1, 2, D), nn.Linear(D, 3)
+
+    def forward(self, words):
+        x, place = self.words(words), (words == 0)[..., None]
+        x = x.masked_scatter(place.expand_as(x), self.prompt.expand(len(x), -1, -1))
+        return self.out(x.cumsum(1).tanh().mean(1))
+
+
+def test_a_text_with_a_place_less_for_a_prompt_shifts_nobody_elses():
+    torch.manual_seed(0)
+    words = torch.randint(1, 20, (64, 10))
+    words[:, :2] = 0
+    labels, other = torch.arange(64) % 3, words.clone()
+    other[0, 1] = 7
+    model = Prompted()
+
+    def of(model, batch):
+        return functional.cross_entropy(20 * model(batch[0]), batch[1], reduction="none")
+
+    found = verify(model, of, [(words[n], labels[n]) for n in range(4)])
+    assert (found.ok, found.clipping) == (True, "vmap")
+    sums = [added(model, of, [each, labels], 64, mode=found.clipping) for each in (words, other)]
+    assert float((sums[1] - sums[0]).norm()) <= 2.0 + 1e-4
 
 
 def heads_first(m, x):

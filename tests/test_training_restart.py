@@ -184,7 +184,7 @@ def test_schedules_go_on_after_a_restart(name, tmp_path):
     [
         ("clip_norm", {"clip_norm": 0.6}),
         ("plan", {"plan": simple_plan(steps=12, examples=60, batch_size=10, noise_multiplier=0.4)}),
-        ("plan", {"plan": simple_plan(steps=13, examples=60, batch_size=10)}),
+        ("steps", {"plan": simple_plan(steps=13, examples=60, batch_size=10)}),
         ("per_layer", {"per_layer": True}),
         ("key", {"key": Key(bytes([1] * 32))}),
     ],

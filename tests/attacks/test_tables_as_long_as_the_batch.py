@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from bandmf.torch.clipping import make_clipping
 from bandmf.torch.clipping.recording import calls
-from one_at_a_time import empty_sums, flat, learn, trained
+from one_at_a_time import assert_clipped_as_single_examples, empty_sums, flat, learn, trained
 
 CLIP, LENGTH = 0.1, 16
 
@@ -146,6 +146,68 @@ def labels_after_letters(count):
         return (own.repeat(1, 3) if len(kept) < LENGTH - 1 else own), of_all
 
     return ByLetters(), losses, longer_at_first
+
+
+class Users(nn.Module):
+    """A layer is given a table of the users that occur, as many as examples where each occurs once."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(4, 3)
+        self.register_buffer("table", torch.randint(1, 9, (50, 3)))
+
+    def forward(self, users):
+        which, back = torch.unique(users, return_inverse=True)
+        table = self.table[which]
+        found = self.layer(table if isinstance(self.layer, nn.EmbeddingBag) else table.float()[..., None])
+        found = found[0] if isinstance(found, tuple) else found
+        return self.head(found.flatten(1)[back][:, :4])
+
+
+@pytest.mark.parametrize("layer", [
+    lambda: nn.Linear(1, 4), lambda: nn.GRU(1, 4, batch_first=True), lambda: nn.EmbeddingBag(9, 4)
+], ids=["linear", "recurrent", "bag"])  # fmt: skip
+def test_a_table_of_unknown_length_is_not_taken_for_rows(layer):
+    model = Users(layer())
+    losses = lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1], reduction="none")  # noqa: E731
+    users, labels = torch.randperm(50)[:40], torch.arange(40) % 3
+    clipping = clipping_of(model)
+    learn(clipping, losses, lambda n: [users[:1].repeat(n), labels[:1].repeat(n)])
+    with pytest.raises(RuntimeError, match="'layer' has other rows than one for each example"):
+        clipped_sum(model, losses, [users, labels], 40, clipping)
+
+
+class Constant(nn.Module):
+    """A layer that is given a buffer, as long as the batch by chance."""
+
+    def __init__(self, layer, calls):
+        super().__init__()
+        self.layer, self.calls, self.first = layer, calls, nn.Linear(4, 4)
+        self.register_buffer("table", torch.randint(0, 9, (LENGTH, 3)))
+
+    def forward(self, x):
+        table = self.table if isinstance(self.layer, nn.EmbeddingBag) else self.table.to(x.dtype)
+        return self.first(x) @ self.calls(self.layer, table).T
+
+
+CONSTANT = {
+    "bag": (lambda: nn.EmbeddingBag(9, 4), lambda bag, table: bag(table)),
+    "recurrent": (lambda: nn.GRU(1, 4, batch_first=True), lambda gru, table: gru(table[..., None])[0][:, -1]),
+    "recurrent, time first": (lambda: nn.GRU(1, 4), lambda gru, table: gru(table[..., None])[0][:, -1]),
+    "attention": (lambda: nn.MultiheadAttention(3, 1, batch_first=True),
+                  lambda attend, table: torch.cat([attend(*[table[None]] * 3)[0][0], table[:, :1]], 1)),
+    "linear": (lambda: nn.Linear(3, 4), lambda linear, table: linear(table)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONSTANT)
+def test_what_a_layer_makes_of_a_constant_counts_for_every_example(name):
+    torch.manual_seed(0)
+    layer, call = CONSTANT[name]
+    x, labels = torch.randn(LENGTH, 4), torch.arange(LENGTH)
+    losses = lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1], reduction="none")  # noqa: E731
+    single = [[x[n : n + 1], labels[n : n + 1]] for n in range(LENGTH)]
+    assert_clipped_as_single_examples(Constant(layer(), call), losses, [x, labels], single)
 
 
 PROGRAMS = [positions, positions_in_a_batch_of_another_class, prototypes, tables, labels, labels_after_letters]

@@ -20,6 +20,7 @@ MOVED = (
     "if the original is gone, say so with moved='moved'; if it may still be used, moved='copied' begins a run of its "
     "own from these weights, whose privacy is spent in addition"
 )
+_OTHER_PLAN = "continue with the plan of the run, or begin a run in another folder"
 _REMEDY = {
     "plan": "continue with the plan of the run, which is saved beside the ledger: bandmf.Plan.load(folder / "
     "'plan.json'); planning again can give another certificate, and so another plan. Or begin a run in another folder",
@@ -80,8 +81,7 @@ def check_place(folder: Path, is_here: bool, moved: str | None) -> None:
 def expect_same(recorded: dict[str, Any], given: dict[str, Any], path: Any) -> None:
     """Refuse to go on with a run that was begun with something else."""
     given = json.loads(json.dumps(given))
-    for name in sorted(recorded.keys() | given.keys(), key=lambda name: (name not in _REMEDY, name)):
+    for name in sorted(recorded.keys() | given.keys(), key=lambda name: (name in _REMEDY, name == "plan", name)):
         if recorded.get(name) != given.get(name):
-            raise _check.fail(
-                name, given.get(name), f"the run in {path} began with {recorded.get(name)!r}", _REMEDY.get(name, "")
-            )
+            remedy = _REMEDY.get(name, _OTHER_PLAN)
+            raise _check.fail(name, given.get(name), f"the run in {path} began with {recorded.get(name)!r}", remedy)

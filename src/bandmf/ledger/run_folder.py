@@ -115,7 +115,10 @@ class Opened:
 
 def provenance(plan: Plan, key: Key, batches: Sampler, *, clip_norm: float, per_layer: bool) -> dict[str, Any]:
     """What must stay the same as long as a run goes on."""
-    return {
+    promise = {
+        name: value if isinstance(value, int | float | str) else repr(value) for name, value in plan.promise.items()
+    }
+    return promise | {
         "plan": plan.digest, "steps": plan.steps, "key": key.fingerprint, "clip_norm": clip_norm,
         "per_layer": per_layer, "sampler": batches.provenance, "examples": batches.examples,
     }  # fmt: skip

@@ -7,6 +7,7 @@ shows where the program of a batch is compared with that of one example: there a
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,7 @@ import jax
 
 from bandmf.jax.tracing import inside
 
+log = logging.getLogger("bandmf")
 _NO_DRAWS = ("random_unwrap", "random_clone")
 _OUTSIDE = ("pure_callback", "io_callback", "buffer_callback", "ffi_call")
 _RULE = "custom_vmap_call"  # stays in a program only where it is given nothing of an example
@@ -23,6 +25,11 @@ _ROW_BY_ROW = "key<fry>"  # threefry2x32: what JAX draws with, unless told other
 
 def check_own_draws(batch: Any, one: Any) -> None:
     """Refuse the jaxpr of a batch in which examples draw, or call, together; `one` is that of a single one."""
+    if Counter(_keys(batch.jaxpr)) & Counter(_keys(one.jaxpr)):
+        log.warning(
+            "loss: draws the same random numbers for all examples, from a key that is not theirs; for dropout and the "
+            "like, let it take a third argument, key, which is each example's own, and another one at each step"
+        )
     every, alone = (Counter(_shared(program.jaxpr)) for program in (batch, one))
     together = {name for name, _ in every - alone}
     if any(name == _RULE for name, _ in alone - every):
@@ -58,6 +65,15 @@ def _shared(program: Any) -> Iterator[tuple[str, Any]]:
             yield name, ()
         for part in inside(eqn):
             yield from _shared(part)
+
+
+def _keys(program: Any) -> Iterator[tuple[int, ...]]:
+    """The shapes of all keys that something is drawn from."""
+    for eqn in program.eqns:
+        if eqn.primitive.name == "random_bits":
+            yield eqn.invars[0].aval.shape
+        for part in inside(eqn):
+            yield from _keys(part)
 
 
 def _may_mix(kind: Any) -> bool:

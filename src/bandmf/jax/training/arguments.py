@@ -9,6 +9,8 @@ import optax
 
 from bandmf import _check
 
+_KEYS = ("key", "rng", "seed")  # of which a third argument has one in its name
+
 
 def takes_key(loss: Any) -> bool:
     """Whether a loss takes (weights, example, key), and not (weights, example)."""
@@ -30,7 +32,14 @@ def takes_key(loss: Any) -> bool:
             "loss", f"({', '.join(each.name for each in given)})", "must take (weights, example) or (weights, example, "
             "key)", "bind the rest: functools.partial(loss, name=value)",
         )  # fmt: skip
-    return len(needed) == 3 or (len(by_place) > 2 and by_place[2].name == "key")
+    third = by_place[2].name if len(by_place) > 2 else ""
+    is_key = any(word in third.lower() for word in _KEYS)
+    if len(needed) == 3 and not is_key and not third.startswith("_"):
+        raise _check.fail(
+            "loss", f"({', '.join(each.name for each in given)})", "the third argument is the example's random key",
+            f"name it key, not {third}; an example of several parts is one tuple: loss(weights, example)",
+        )  # fmt: skip
+    return len(needed) == 3 or is_key
 
 
 def checked_optimizer(optimizer: Any) -> optax.GradientTransformation:

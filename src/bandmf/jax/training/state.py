@@ -46,6 +46,11 @@ class Parts:
 
     def __init__(self, weights: Any, trainable: Any) -> None:
         check_no_function(weights, "weights")
+        if hasattr(weights, "opt_state"):
+            raise _check.fail(
+                "weights", type(weights).__name__, "holds the state of an optimizer, which is none of the weights",
+                "give its parameters, such as state.params of flax's TrainState",
+            )  # fmt: skip
         leaves, self._structure = jax.tree.flatten(weights)
         self._is_trained = _flags(weights, trainable)
         for leaf, chosen in zip(leaves, self._is_trained, strict=True):

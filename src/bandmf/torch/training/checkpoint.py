@@ -108,7 +108,9 @@ class Saved:
         if not found:
             return False
         own = checkpoints.verify(found[-1], self.opened).run_id == self.opened.run_id
-        state = self._template(dcp.FileSystemReader(found[-1]).read_metadata())
+        metadata = dcp.FileSystemReader(found[-1]).read_metadata()
+        self._check_same_model(metadata)
+        state = self._template(metadata)
         if own:
             stepper.noise.unfinished = True  # until the history that is being overwritten is whole again
         else:
@@ -120,6 +122,13 @@ class Saved:
         # A copy begins a run of its own: weights and moments are a start like any other, noise and steps are new.
         self._load_trained(state, settings=own)
         return True
+
+    def _check_same_model(self, metadata: Metadata) -> None:
+        saved = {path[1] for path in metadata.planner_data.values() if path[0] == "model"}
+        if others := saved ^ get_model_state_dict(self.trained.model).keys():
+            name = min(others)
+            where = "is in the checkpoint but not in this model" if name in saved else "is not in the checkpoint"
+            raise _check.fail("model", name, where, "construct the model as it was when the run began")
 
     def _load_run(self, state: dict[str, Any]) -> None:
         """Noise, step and random numbers, once they are known to be of this run."""

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from bandmf import _check
 
+_WRAPPERS = ("AcceleratedOptimizer", "LightningOptimizer")
 Schedule = LRScheduler | Callable[[int], float]
 
 
@@ -114,13 +115,15 @@ def _like(parameter: Tensor, mean: Tensor) -> Tensor:
 def checked_optimizers(given: Any) -> list[Optimizer]:
     """One or several optimizers of torch, without what accelerate or Lightning have wrapped around them."""
     several = list(given) if isinstance(given, list | tuple) else [given]
-    found: list[Any] = [each if isinstance(each, LRScheduler) else getattr(each, "optimizer", each) for each in several]
+    found: list[Any] = [each.optimizer if type(each).__name__ in _WRAPPERS else each for each in several]
     for optimizer in found:
         if not isinstance(optimizer, Optimizer):
             raise _check.fail(
                 "optimizer", type(optimizer).__name__, "must be a torch.optim.Optimizer, or a list of them",
                 "the order is Training(model, losses, optimizer, data, plan, ...)",
             )  # fmt: skip
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            raise _check.fail("optimizer", "SparseAdam", "needs sparse gradients, and noise is dense", "use Adam")
         if isinstance(optimizer, torch.optim.LBFGS):
             raise _check.fail(
                 "optimizer", "LBFGS", "evaluates a batch several times", "use one that takes one step for a batch"

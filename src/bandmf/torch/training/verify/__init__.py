@@ -1,7 +1,7 @@
 """Look, on a few examples, for what no construction excludes: examples that depend on each other.
 
-Guarantees: model, buffers, numbers, modes, gradients and generators are left as they were; what cannot be compared becomes a
-note, never a problem.
+Guarantees: model, buffers, numbers, modes, gradients and generators are left as they were; what cannot be compared
+becomes a note, never a problem.
 
 - The other rows have no gradient: exact for all that is differentiable, whatever is drawn.
 - Alone as in company: an example has the same loss and gradient alone, elsewhere and beside others, for what has no
