@@ -6,6 +6,7 @@ import gc
 import logging
 from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -287,6 +288,7 @@ def test_weights_that_are_not_finite_are_warned_of(caplog):
         ({"loss": 3}, "loss='int': must be a function"),
         ({"loss": lambda weights: 0.0}, r"loss='\(weights\)': must take \(weights, example\)"),
         ({"loss": lambda a, b, c, d: 0.0}, "must take"),
+        ({"loss": lambda weights, x, y: 0.0}, "the third argument is the example's random key; name it key, not y"),
         ({"optimizer": 0.1}, "optimizer='float': must be a gradient transformation"),
         ({"data": np.zeros((3, 2))}, r"len\(data\)=3: must be the plan's examples=60"),
         ({"data": np.array(["a"] * 60)}, "must be a pytree of arrays of numbers"),
@@ -335,6 +337,37 @@ def test_a_loss_that_is_no_number_is_told_so(loss, message):
     training = tiny.training(loss=loss)
     with pytest.raises(ValueError, match=message):
         next(training.steps(training.init(tiny.first_weights())))
+
+
+@pytest.mark.parametrize("name", ["key", "rng", "dropout_rng", "_", "seed"])
+def test_a_third_argument_is_the_examples_key(name):
+    made = {}
+    exec(f"def loss(weights, example, {name}): return seen(weights, example, {name})", made)
+    keys = []
+    made["seen"] = lambda weights, example, key: keys.append(key) or tiny.loss(weights, example)
+    tiny.trained(tiny.training(loss=made["loss"]), until=1)
+    assert all(jnp.issubdtype(key.dtype, jax.dtypes.prng_key) for key in keys)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_draws_that_are_the_same_for_all_examples_are_warned_of(own, caplog):
+    fixed = jax.random.key(0)
+
+    def loss(weights, example, key):
+        return tiny.loss(weights, example) * jax.random.bernoulli(key if own else fixed)
+
+    tiny.trained(tiny.training(loss=loss), until=1)
+    assert ("draws the same random numbers for all examples" in caplog.text) is not own
+
+
+def test_the_state_of_an_optimizer_is_none_of_the_weights():
+    class TrainState(NamedTuple):
+        params: dict
+        opt_state: dict
+
+    training = tiny.training()
+    with pytest.raises(ValueError, match=r"weights='TrainState': holds the state of an optimizer.* state\.params"):
+        training.init(TrainState(tiny.first_weights(), {}))
 
 
 def test_a_batch_dimension_is_kept_where_it_is_wanted():

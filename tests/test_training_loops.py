@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import random
 import re
 import threading
 import warnings
@@ -405,11 +406,36 @@ def test_a_batch_size_that_is_not_used_is_named_once(size, told):
     ]
 
 
+class Drawing(torch.utils.data.Dataset):
+    """Its examples are drawn from the global generators, as augmentation does it."""
+
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, index):
+        return torch.randn(8) + random.random() + np.random.random(), torch.tensor(index % 3)
+
+
+def test_looking_at_a_few_examples_draws_nothing_from_the_users_generators():
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    open_run(data=Drawing(), verify=True)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]
+
+
 # --- what is refused ---------------------------------------------------------------------------------------
 
 
 def lbfgs():
     return {"optimizer": torch.optim.LBFGS(small_model().parameters())}
+
+
+def sparse():
+    return {"optimizer": torch.optim.SparseAdam(small_model().parameters())}
+
+
+def a_schedule_in_its_place():
+    return {"optimizer": lr_scheduler.StepLR(torch.optim.SGD(small_model().parameters(), lr=0.1), 3)}
 
 
 def of_others():
@@ -438,6 +464,8 @@ REFUSED = {
     "^losses='CrossEntropyLoss': must be a function": {"losses": nn.CrossEntropyLoss()},
     "^optimizer='str': must be a torch.optim.Optimizer": {"optimizer": "x"},
     "^optimizer='LBFGS'": lbfgs,
+    "^optimizer='SparseAdam': needs sparse gradients": sparse,
+    "^optimizer='StepLR': must be a torch.optim.Optimizer": a_schedule_in_its_place,
     "^optimizer: holds parameters that are not the model's": of_others,
     "^optimizer: holds no trainable parameter": frozen,
     "^scheduler='StepLR': is for another optimizer": other_schedule,

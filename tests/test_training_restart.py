@@ -141,6 +141,58 @@ def test_sigterm_saves_and_then_has_its_effect(tmp_path):
     assert open_run(tmp_path).steps_taken == 6
 
 
+def test_sigterm_has_its_effect_when_the_last_of_several_runs_has_ended(tmp_path):
+    seen, before = [], signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda *_: seen.append("mine"))
+    try:
+        several = [iter(open_run(tmp_path / name)) for name in "ab"]
+        assert [next(each) for each in several] == [1, 1]
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert next(several[0], None) is None  # it has saved, and the other has not
+        assert not seen
+        assert next(several[1], None) is None
+        assert seen == ["mine"]
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert seen == ["mine"] * 2  # nobody listens any more
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_second_sigterm_has_its_effect_at_once(tmp_path):
+    """A loop that is never asked for its next item again must not keep a process alive."""
+    seen, before = [], signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda *_: seen.append("mine"))
+    try:
+        steps = iter(open_run(tmp_path))
+        next(steps)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not seen
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert seen == ["mine"]
+        steps.close()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_ctrl_c_beside_an_error_is_not_lost(tmp_path):
+    training = train(open_run(tmp_path), until=2)
+
+    def fail(*_):
+        os.kill(os.getpid(), signal.SIGINT)
+        raise MemoryError
+
+    training._trained.optimizers[0].register_step_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        train(training)
+    assert isinstance(caught.value.__context__, MemoryError)
+
+
+def test_another_model_is_named_by_what_it_lacks(tmp_path):
+    killed(train(open_run(tmp_path), until=5))
+    with pytest.raises(ValueError, match=r"model='0\.bias': is in the checkpoint but not in this model; construct the"):
+        open_run(tmp_path, optimizer="Muon")  # with a model of its own
+
+
 def test_ctrl_c_waits_until_a_released_step_has_reached_the_weights(tmp_path):
     training, whole = open_run(tmp_path / "run"), train(open_run(tmp_path / "whole"))
     train(training, until=5)

@@ -119,6 +119,15 @@ def test_training_takes_that_way_and_adds_what_autograd_finds_one_example_at_a_t
     torch.testing.assert_close(torch.cat(moved) * plan.batch_size, expected, rtol=0, atol=1e-4)
 
 
+def test_what_book_keeping_would_do_slowly_is_clipped_in_a_faster_way():
+    """A prompt for frozen words: nothing of the examples has a graph, so each would cost a pass over all."""
+    case = cases.Case(cases.Tuned(), cases.prompted, cases.vectors())
+    found = report(case)
+    assert (found.ok, found.clipping) == (True, "vmap")
+    assert "every example would cost a pass over all" in found.notes[-1].reason
+    assert report(case, clipping="bookkeeping").ok
+
+
 # --- legitimate programs ----------------------------------------------------------------------------------
 
 

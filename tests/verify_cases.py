@@ -339,6 +339,34 @@ def scaled_gradients(model, batch):
     return functional.cross_entropy(scores, batch[1], reduction="none")
 
 
+class Gated(nn.Module):
+    """A branch behind a gate that begins closed, and a head of zeros, as in a diffusion transformer."""
+
+    def __init__(self, mixes):
+        super().__init__()
+        self.inner, self.gate, self.branch, self.head = (nn.Linear(6, 6) for _ in range(4))
+        self.mixes = mixes
+        for layer in (self.gate, self.head):
+            nn.init.zeros_(layer.weight)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, x):
+        x = self.inner(x)
+        return self.head(x + self.gate(x) * self.branch(x - x.mean(0) if self.mixes else x))
+
+
+class Counted(nn.Module):
+    """A number of its own: of passes, or an average of the data."""
+
+    def __init__(self, of_data):
+        super().__init__()
+        self.out, self.number, self.of_data = nn.Linear(6, 4), 0.0, of_data
+
+    def forward(self, x):
+        self.number += 0.1 * x.mean().item() if self.of_data else 0.01
+        return self.out(x) * (1 + self.number)
+
+
 def wrong():
     """Each with what its sentence must name."""
     norm = nn.Sequential(nn.Linear(6, 8), HomeMadeNorm(), nn.Linear(8, 4))
@@ -384,6 +412,8 @@ def wrong():
         ),
         "queue": Case(Queue(True), each, vectors(), names="'queue' changes in the forward pass.*a queue"),
         "queue in an attribute": Case(Queue(False), each, vectors(), names="a queue, a memory bank"),
+        "behind a closed gate": Case(Gated(True), each, vectors(), names="'inner' and it mixes the examples"),
+        "a mean in an attribute": Case(Counted(True), each, vectors(), names="'number' changes in the forward pass"),
         "max_norm": Case(
             max_norm,
             lambda m, b: functional.cross_entropy(m(b[1]), b[1], reduction="none"),
@@ -411,6 +441,36 @@ class Branching(Tied):
         return super().forward(x) * (2 if x.sum().item() > 0 else 1)
 
 
+class Filtered(nn.Module):
+    """A long convolution by Fourier transforms."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.kernel, self.head = nn.Linear(6, 6), nn.Parameter(torch.randn(6)), nn.Linear(6, 4)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, x):
+        return self.head(torch.fft.irfft(torch.fft.rfft(self.inner(x)) * torch.fft.rfft(self.kernel), n=6).tanh())
+
+
+class Tuned(nn.Module):
+    """Prompt tuning: all but the prompt is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.out = nn.Embedding(4, 6).requires_grad_(False), nn.Linear(6, 4).requires_grad_(False)
+        self.prompt = nn.Parameter(torch.randn(1, 2, 6))
+
+    def forward(self, words):
+        return self.out(
+            torch.cat([self.prompt.expand(len(words), -1, -1), self.words(words)[:, None]], 1).cumsum(1).tanh()
+        ).mean(1)
+
+
+def prompted(model, batch):
+    return functional.cross_entropy(model(batch[1]), batch[1], reduction="none")
+
+
 def gradient_penalty(model, batch):
     """A penalty on the gradient to the input."""
     x = batch[0].clone().requires_grad_()
@@ -425,6 +485,7 @@ def not_recorded():
         "a weight outside its layer": (Case(Tied(), each, vectors(), names="'?embed.weight'?"), "vmap"),
         "gradients scaled by the batch": (Case(net(), scaled_gradients, vectors(), names="a hook depends"), "vmap"),
         "a way that depends on the data": (Case(Branching(), each, vectors(), names="'embed.weight'"), "one-by-one"),
+        "complex values behind a head of zeros": (Case(Filtered(), each, vectors(), names="becomes complex"), "vmap"),
         "gradient penalty": (Case(net(), gradient_penalty, vectors(), names="differentiate a gradient"), "one-by-one"),
     }
 
@@ -638,6 +699,8 @@ def legitimate():
     path = nn.Sequential(nn.Linear(6, 6), DropPath(nn.Linear(6, 6)), nn.Linear(6, 4))
     frozen = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).requires_grad_(False).eval()
     return {
+        "closed gates": Case(Gated(False), each, vectors()),
+        "a count of passes": Case(Counted(False), each, vectors()),
         "convolutions": Case(convolution(), each, pictures()),
         "transformer": Case(Reader(), own_mean, texts(), padded),
         "transformer, padded left": Case(Reader(), own_mean_without_places, texts(), padded_left),
