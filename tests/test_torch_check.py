@@ -12,8 +12,6 @@ from torch.nn.utils import parametrizations, prune
 
 from bandmf.torch import Training, check, verify
 from bandmf.torch.clipping.check import modes
-from bandmf.torch.clipping.check.report import Report
-from bandmf.torch.clipping.refusals import Finding
 from one_at_a_time import probe
 from pages import ROOT
 from training import losses, simple_plan
@@ -336,16 +334,6 @@ def test_a_report_prints_as_a_table():
     assert max(map(len, lines)) <= 120
     assert "layer.inner" in lines[4]
     assert " ".join(repr(report).split()).count("BatchNorm1d") == 1
-
-
-def test_a_report_is_html_without_holes():
-    bad = Report("<Model>", "auto", (Finding("a<b", "is <odd>", "write x > y"),), (Finding("c", "is fine"),))
-    page = bad._repr_html_()
-    assert "<Model>" not in page
-    assert "&lt;Model&gt;" in page
-    assert "a&lt;b" in page
-    assert page.count("<table>") == page.count("</table>") == 2
-    assert page.count("<tr>") == 4
 
 
 # --- the page -------------------------------------------------------------------------------------------

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
-def each_tensor(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """A batch whose tensors are changed, unless `change` gives None; containers are copied, all else is as it was."""
-    if isinstance(value, Tensor):
-        given = change(value)
-        return value if given is None else given
-    if isinstance(value, Mapping):
-        items = {name: each_tensor(each, change) for name, each in value.items()}
+def exchanged(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A batch of which `change` gives parts anew; where it gives None, their parts. Containers are copied."""
+    if (given := change(value)) is not None:
+        return given
+    if isinstance(value, MutableMapping):
+        items = {name: exchanged(each, change) for name, each in value.items()}
         before, changed = (dict(value.items()), copy.copy(value))  # of its own class, which may have more than items
-        changed.update(items)  # type: ignore[attr-defined]
+        changed.update(items)
         if all(value[name] is each for name, each in before.items()):
             return changed
-        value.update(before)  # type: ignore[attr-defined]
+        value.update(before)
         return items  # a copy would share them with the batch
     if isinstance(value, list | tuple):
-        several = [each_tensor(each, change) for each in value]
+        several = [exchanged(each, change) for each in value]
         return type(value)(*several) if hasattr(value, "_fields") else type(value)(several)
     if is_dataclass(value) and not isinstance(value, type):
-        held = {f.name: each_tensor(getattr(value, f.name), change) for f in fields(value) if f.init}
+        held = {f.name: exchanged(getattr(value, f.name), change) for f in fields(value) if f.init}
         return replace(value, **held)
     return value
 
@@ -46,4 +46,18 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def differentiable(batch: Any) -> Any:
     """With floating tensors that require gradients, by which all that is computed from examples is known."""
-    return each_tensor(batch, lambda t: t.detach().requires_grad_().clone() if t.is_floating_point() else t)
+
+    def change(part: Any) -> Any:
+        is_number = isinstance(part, Tensor) and part.is_floating_point()
+        return part.detach().requires_grad_().clone() if is_number else None
+
+    return exchanged(batch, change)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """With everything that has a device on this one."""
+
+    def change(part: Any) -> Any:
+        return part.to(device) if hasattr(part, "to") and not isinstance(part, type) else None
+
+    return exchanged(batch, change)

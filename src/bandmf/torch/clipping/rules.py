@@ -2,20 +2,7 @@
 
 A rule is a function of the layer, its input `a` and the gradient `g` of its output, both with the examples as
 first dimension; it returns a contribution for each of the layer's own parameters. In what the rules below say, a_t
-and g_t are of one example, at one place t (a token, a pixel). A rule for a layer of your own:
-
-    >>> from torch import nn
-    >>> class Scale(nn.Module):
-    ...     def __init__(self, width):
-    ...         super().__init__()
-    ...         self.weight = nn.Parameter(torch.ones(width))
-    ...     def forward(self, x):
-    ...         return x * self.weight
-    >>> @rule(Scale)
-    ... def scale(layer, a, g):
-    ...     return {"weight": total(a * g)}
-    >>> rule_for(Scale(3)) is scale
-    True
+and g_t are of one example, at one place t (a token, a pixel).
 
 A rule that is wrong cannot break the bound, as norm and sum come from what it returns; that the gradient is right
 is checked by `verify`.

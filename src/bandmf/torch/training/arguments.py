@@ -11,8 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bandmf import _check
 from bandmf.planning import Plan
+from bandmf.torch.clipping.protocol import Losses
 from bandmf.torch.training.ranks import Ranks
-from bandmf.torch.training.step import Losses, Stepper
+from bandmf.torch.training.step import Stepper
 from bandmf.torch.training.trained import Trained
 
 log = logging.getLogger("bandmf")
@@ -31,7 +32,7 @@ def checked_model(model: Any) -> nn.Module:
     return model
 
 
-def checked_losses(value: Any) -> Losses:
+def checked_function(value: Any) -> Losses:
     if not callable(value) or isinstance(value, nn.Module | torch.optim.Optimizer):
         raise _check.fail(
             "losses", type(value).__name__, "must be a function (model, batch) that gives one loss for each example",

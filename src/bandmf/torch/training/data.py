@@ -10,8 +10,8 @@ import copy
 import math
 import operator
 import pickle
-from collections.abc import Callable, Iterator, MutableMapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -24,6 +24,7 @@ from bandmf import _check
 from bandmf.planning import Plan
 from bandmf.randomness.generators import lent
 from bandmf.sampling import Sampler
+from bandmf.torch.clipping.containers import to_device
 from bandmf.torch.clipping.protocol import Copies
 from bandmf.torch.training import loaders
 from bandmf.torch.training.generators import Generators, SeededIndices, generator
@@ -237,26 +238,6 @@ class Batches:
 def steps_at_once(plan: Plan) -> int:
     """For how many steps a pass over a stream collects examples: a turn of all parts; in bins, the root of a cycle."""
     return plan.bands if plan.cycle is None else math.ceil(math.sqrt(plan.cycle))
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """A batch with everything that has a device on this one; containers are copied, all else is as it was."""
-    if hasattr(batch, "to") and not isinstance(batch, type):
-        return batch.to(device)
-    if isinstance(batch, MutableMapping):
-        moved = copy.copy(batch)  # of its own class, which may have more than items
-        for name, value in batch.items():
-            moved[name] = to_device(value, device)
-        return moved
-    if isinstance(batch, tuple):
-        several = [to_device(value, device) for value in batch]
-        return type(batch)(*several) if hasattr(batch, "_fields") else tuple(several)
-    if isinstance(batch, list):
-        return [to_device(value, device) for value in batch]
-    if is_dataclass(batch) and not isinstance(batch, type):
-        held = {f.name: to_device(getattr(batch, f.name), device) for f in fields(batch) if f.init}
-        return replace(batch, **held)
-    return batch
 
 
 class _IndexLists:

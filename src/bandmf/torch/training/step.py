@@ -12,27 +12,22 @@ Guarantees:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch import Tensor, nn
 
 from bandmf._interrupts import uninterrupted
 from bandmf.ledger.progress import Progress
 from bandmf.ledger.run_folder import Opened
 from bandmf.planning import Plan
 from bandmf.sampling import Sampler
-from bandmf.torch.clipping.protocol import Clipping
+from bandmf.torch.clipping.containers import to_device
+from bandmf.torch.clipping.protocol import Clipping, Losses
 from bandmf.torch.noise.engine import Engine
 from bandmf.torch.noise.precision import plain_arithmetic
-from bandmf.torch.training.data import Batches, to_device
+from bandmf.torch.training.data import Batches
 from bandmf.torch.training.generators import Generators
 from bandmf.torch.training.ranks import Ranks
 from bandmf.torch.training.sums import Sums
 from bandmf.torch.training.trained import Trained
-
-Losses = Callable[[nn.Module, Any], Tensor]  # one loss for each example of a batch
 
 
 class Stepper:

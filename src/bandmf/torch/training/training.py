@@ -24,12 +24,13 @@ from bandmf.sampling import sampler_of
 from bandmf.torch.clipping import checked_mode, make_clipping
 from bandmf.torch.clipping.check import check
 from bandmf.torch.clipping.check.report import Report
-from bandmf.torch.training.arguments import check_allocated, check_memory, checked_losses, checked_model, note_modes
+from bandmf.torch.clipping.protocol import Losses
+from bandmf.torch.training.arguments import check_allocated, check_memory, checked_function, checked_model, note_modes
 from bandmf.torch.training.checkpoint import Saved
 from bandmf.torch.training.data import Batches, Collate, Examples
 from bandmf.torch.training.ranks import Ranks
 from bandmf.torch.training.repeatable import Repeatable
-from bandmf.torch.training.step import Losses, Stepper
+from bandmf.torch.training.step import Stepper
 from bandmf.torch.training.trained import Stateful, Trained, checked_also, checked_optimizers, checked_schedules
 from bandmf.torch.training.verify import verify as verify_examples
 from bandmf.torch.training.verify.start import Start
@@ -115,7 +116,7 @@ class Training:
         self.folder = None if folder is None else Path(folder)
         self._save_every = checked_saving(self.folder, save_every, plan)
         model = checked_model(model)
-        losses = checked_losses(losses)
+        losses = checked_function(losses)
         optimizers = checked_optimizers(optimizer)
         trained = Trained(model, optimizers, checked_schedules(scheduler, optimizers), checked_also(also))
         examples = Examples(data, plan, collate, _check.whole("workers", workers, 0))
@@ -251,7 +252,7 @@ class Training:
         return self._opened.spent(self.plan, self._stepper.steps_released)
 
     def non_finite_examples(self) -> int:
-        """How often an example had a gradient that is not finite, and counted nothing, on this rank.
+        """How often an example had a gradient that is not finite, and was left out, on this rank.
 
         The number depends on the data and has no noise: look at it, but do not publish it.
         """
@@ -259,10 +260,11 @@ class Training:
 
     def explain(self) -> str:
         """How this run clips, whether its examples were verified, and the plan."""
-        what = "that examples do not depend on each other"
-        notes = [] if self._verified is None else [str(note) for note in self._verified.notes]
-        looked = "Not verified" if self._verified is None else "Verified on a few examples"
-        looked = "\n  ".join([f"{looked}: {what}{', but' if notes else '.'}", *notes])
+        if self._verified is None:
+            looked = "Not verified: whether examples depend on each other."
+        else:
+            notes = [str(note) for note in self._verified.notes]
+            looked = "\n  ".join(["Verified on a few examples: none was found to depend on others.", *notes])
         return f"Clipping: {self._clipping.explain()}.\n{looked}\n{self.plan.explain()}"
 
     def __repr__(self) -> str:

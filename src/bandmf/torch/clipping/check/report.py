@@ -1,8 +1,7 @@
-"""What a check has found, as text, as HTML and as one error."""
+"""What a check has found, as text and as one error."""
 
 from __future__ import annotations
 
-import html
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -51,16 +50,6 @@ class Report:
         ]
         return f"{self.model} with clipping={self.clipping!r}: {', '.join(counts)}"
 
-    def _repr_html_(self) -> str:
-        parts = [f"<p><b>{html.escape(self._headline())}</b></p>"]
-        for title, findings in (("problem", self.problems), ("note", self.notes)):
-            if findings:
-                cells = [("layer", title, "what to do"), *map(_cells, grouped(findings))]
-                kinds = ["th", *["td"] * len(cells)]
-                rows = "".join(_html_row(kind, row) for kind, row in zip(kinds, cells, strict=False))
-                parts.append(f"<table>{rows}</table>")
-        return "".join(parts)
-
 
 def grouped(findings: Iterable[Finding]) -> list[list[Finding]]:
     """Those of one reason and one remedy together, in the order of the first of them."""
@@ -84,11 +73,6 @@ def _cells(alike: Sequence[Finding]) -> tuple[str, str, str]:
     names = ", ".join(finding.layer or "(the model)" for finding in alike[:_NAMED])
     more = f" and {len(alike) - _NAMED} more" if len(alike) > _NAMED else ""
     return names + more, alike[0].reason, alike[0].remedy
-
-
-def _html_row(kind: str, cells: Iterable[str]) -> str:
-    style = ' style="text-align:left"'
-    return "<tr>" + "".join(f"<{kind}{style}>{html.escape(cell)}</{kind}>" for cell in cells) + "</tr>"
 
 
 def _table(title: str, findings: Iterable[Finding]) -> str:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bandmf.torch.clipping.containers import each_tensor, tensors_in
+from bandmf.torch.clipping.containers import exchanged, tensors_in, to_device
 from bandmf.torch.clipping.passes import eagerly
 from bandmf.torch.clipping.protocol import Losses, checked_losses
 from bandmf.torch.clipping.rows import Owners, owners
-from bandmf.torch.training.data import Collate, to_device
+from bandmf.torch.training.data import Collate
 from bandmf.torch.training.verify.draws import STYLES, Draws, Shape, Style, following
 from bandmf.torch.training.verify.start import Start
 
@@ -153,7 +153,7 @@ class Passes:
             batch = self.batch(members)
             found.batch.extend(tensors_in(batch))
             if inputs:
-                batch = each_tensor(batch, lambda tensor: _tracked(tensor, found))
+                batch = exchanged(batch, lambda part: _tracked(part, found) if isinstance(part, Tensor) else None)
             if tracked:
                 stack.enter_context(_watched(self.model, found, inputs))
             losses = self.losses(self.model, batch)
