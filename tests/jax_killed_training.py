@@ -83,9 +83,9 @@ def child(work):
     return process
 
 
-def attempt(folder, place, after, seconds):
+def attempt(folder, name, place, after, seconds):
     """One process; True if it was killed."""
-    process = child(lambda: (plant(place, after), run(folder, "killed")))
+    process = child(lambda: (plant(place, after), run(folder, name)))
     if place == "random":
         time.sleep(seconds)
         os.kill(process, signal.SIGKILL)
@@ -95,11 +95,13 @@ def attempt(folder, place, after, seconds):
 
 
 def in_places(folder, count):
+    """Runs that are killed in every place, each time where the one before had come to, and then end."""
     dice, kills = random.Random(3), dict.fromkeys(PLACES, 0)
-    for number in range(count):
-        place = PLACES[number % len(PLACES)]
-        kills[place] += attempt(folder, place, dice.randint(1, 3), dice.uniform(1.0, 3.0))
-    attempt(folder, "nowhere", 0, 0)  # to the end
+    for number in range(count // len(PLACES)):
+        first = number % len(PLACES)
+        for place in PLACES[first:] + PLACES[:first]:
+            kills[place] += attempt(folder, f"killed{number}", place, dice.randint(1, 2), dice.uniform(0.3, 1.0))
+        attempt(folder, f"killed{number}", "nowhere", 0, 0)
     return kills
 
 

@@ -156,7 +156,8 @@ def own():
     return {
         "cls": parameter(1, 1, D), "pos": parameter(1, T + 1, D), "gamma": parameter(D), "weight": parameter(D, D),
         "registers": parameter(1, 2, D), "queries": parameter(5, D), "pairs": parameter(T, T),
-        "several": nn.ParameterList([parameter(D), parameter(1, 1, D)]),
+        "several": nn.ParameterList([parameter(D), parameter(1, 1, D)]), "unit": Unit(), "read": nn.GRU(D, D),
+        "attend": nn.MultiheadAttention(D, 1, batch_first=True),
     }  # fmt: skip
 
 
@@ -268,6 +269,9 @@ def test_categories_of_the_examples_train_even_if_there_are_as_many_as_places(ex
     lambda m, x: m.last(torch.cat([m.first(x), m.cls], 0)[: len(x)]),
     lambda m, x: m.last((m.first(x).transpose(0, 1) + m.pos[0, :T, None]).transpose(0, 1)),
     lambda m, x: m.last(m.gamma[:T] @ m.first(x)),  # from the left
+    lambda m, x: m.last(m.unit(m.first(x), m.pos[0, :T])),  # as many places as examples, or not
+    lambda m, x: m.last(m.attend(x, x, x, attn_mask=m.pairs)[0]),
+    lambda m, x: m.last(m.read(m.cls.expand(-1, len(x), -1), m.first(x[:, 0])[None])[0][0]),  # time first
     lambda m, x: m.last(m.first(m.gamma.expand(3, -1)).sum(0) + m.first(x)),  # three rows, not the examples'
     lambda m, x: m.last((torch.fft.rfft(m.first(x)) * torch.fft.rfft(m.gamma)).abs() @ m.weight[:4]),
     *(
@@ -286,8 +290,8 @@ def test_operations_that_are_not_known_are_an_error_that_names_the_parameter_and
     model, x = Model(way, **own()), torch.randn(5, T, D)
     with pytest.raises(RuntimeError, match="clipping='vmap'") as caught:
         added(model, losses, x, 5)
-    assert any(f"{name!r}" in str(caught.value) for name in ("gamma", "weight", "cls", "pos", "last.weight"))
-    assert all(name not in vars(model) for name in own())
+    assert any(f"{name!r}" in str(caught.value) for name in ("gamma", "weight", "cls", "pos", "pairs", "last.weight"))
+    assert all(name not in vars(model) for name in own() if name not in ("read", "attend", "unit"))
 
 
 def test_a_planted_error_is_caught(monkeypatch):
@@ -329,6 +333,28 @@ def test_features_that_are_not_finite_do_nothing_to_others(use):
     beside = added(model, of, [counts, labels], 8)
     assert float(others.norm()) > 0.1
     assert float((beside - others).norm()) <= 1.0 + 1e-4
+
+
+class Unit(nn.Module):
+    """Without a rule."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = parameter(D)
+
+    def forward(self, x, places):
+        return x * self.weight + places
+
+
+def test_layers_that_copies_did_not_call_train():
+    """Stochastic depth on raw inputs: verify may have passed without it."""
+
+    def forward(m, x):
+        return m.last(m.first(x) + m.second(x) if len(x) > 3 else m.first(x))
+
+    torch.manual_seed(0)
+    model, x = Model(forward, second=nn.Linear(D, D)), torch.randn(5, T, D)
+    added(model, losses, x, 5)
 
 
 class Prompted(nn.Module):

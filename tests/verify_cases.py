@@ -355,6 +355,19 @@ class Gated(nn.Module):
         return self.head(x + self.gate(x) * self.branch(x - x.mean(0) if self.mixes else x))
 
 
+class Measuring(nn.Module):
+    """Keeps what it has seen of sizes, some of it from nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.out, self.batch, self.longest = nn.Linear(6, 4), None, 0
+
+    def forward(self, x):
+        self.batch, self.width = len(x), x.shape[1]
+        self.longest = max(self.longest, len(x))
+        return self.out(x)
+
+
 class Counted(nn.Module):
     """A number of its own: of passes, or an average of the data."""
 
@@ -699,8 +712,6 @@ def legitimate():
     path = nn.Sequential(nn.Linear(6, 6), DropPath(nn.Linear(6, 6)), nn.Linear(6, 4))
     frozen = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).requires_grad_(False).eval()
     return {
-        "closed gates": Case(Gated(False), each, vectors()),
-        "a count of passes": Case(Counted(False), each, vectors()),
         "convolutions": Case(convolution(), each, pictures()),
         "transformer": Case(Reader(), own_mean, texts(), padded),
         "transformer, padded left": Case(Reader(), own_mean_without_places, texts(), padded_left),
@@ -740,6 +751,9 @@ def legitimate():
         "equal examples": Case(net(), each, vectors(1) * 3),
         "two examples": Case(net(), each, vectors(2)),
         "eight examples": Case(net(dropout=0.1), each, vectors(8)),
+        "closed gates": Case(Gated(False), each, vectors()),
+        "a count of passes": Case(Counted(False), each, vectors()),
+        "lengths in attributes": Case(Measuring(), each, vectors()),
     }
 
 

@@ -16,6 +16,7 @@ from torch.nn import functional
 from bandmf.torch.clipping.contributions import Outer
 from bandmf.torch.clipping.recording.calls import argument
 from bandmf.torch.clipping.recording.recorded import Recorded
+from bandmf.torch.clipping.recording.shared import Shared
 from bandmf.torch.clipping.rules import Described, Rule, total
 
 _PARTS = ("q", "k", "v")
@@ -34,6 +35,13 @@ class Attention(Recorded):
 
     def rows_at(self, args: Any, kwargs: Any) -> tuple[Tensor, str, int]:
         return *argument(args, kwargs, 0, "query"), 0 if self.module.batch_first else 1
+
+    def with_rows(self, args: Any, kwargs: Any) -> Any:
+        """Masks have other dimensions in front."""
+        for each in (*args[3:], *(each for name, each in kwargs.items() if name not in ("query", "key", "value"))):
+            if isinstance(each, Shared):
+                raise each.node.fail(f"is a mask of {self.layer.path!r}")
+        return super().with_rows(args, kwargs)
 
     def record(self, args: Any, kwargs: Any) -> tuple[Tensor, Tensor | None]:
         return self._forward(*args, **kwargs)

@@ -48,10 +48,14 @@ class Calls:
     def is_looking(self) -> bool:
         return self._seen is not None
 
+    def has_seen(self, layer: Layer, path: str) -> bool:
+        """Whether the layer was called with two and with three copies."""
+        calls = (seen.get((layer, path), []) for seen in self._pairs)
+        return not self._failed and any(len({count for _, count in each}) > 1 for each in calls)
+
     @property
-    def has_looked(self) -> bool:
-        """Whether the losses of copies were computed."""
-        return bool(self._pairs) and not any(seen is _NOTHING for seen in self._pairs)
+    def _failed(self) -> bool:
+        return any(seen is _NOTHING for seen in self._pairs)
 
     def look(self, run: Callable[[], object], device: torch.device) -> None:
         """While the losses of copies are computed; where that fails, nothing is known."""
@@ -76,7 +80,7 @@ class Calls:
         key = layer, path, dimension
         if key not in self._known:
             pairs = [seen[layer, path] for seen in self._pairs if (layer, path) in seen]
-            self._known[key] = _decided(pairs, dimension) if pairs and self.has_looked else None
+            self._known[key] = _decided(pairs, dimension) if pairs and not self._failed else None
         return self._known[key]
 
 

@@ -69,13 +69,18 @@ class Recorded:
         if given.requires_grad:
             unclear = has_rows is False
         else:
-            unclear = has_rows is None and whose is None and calls.has_looked
+            unclear = has_rows is None and whose is None and calls.has_seen(self.layer, path)
         if unclear:
             raise other_rows(self.layer.path)
         return has_rows is False
 
     def with_rows(self, args: Any, kwargs: Any) -> Any:
-        """What is Shared among the inputs, with a row for each example in front."""
+        """What is Shared among the inputs, with a row for each example in front; its length decides nothing."""
+        asked = self.rows_at(args, kwargs)
+        dimension = self.layer.batch if asked is None else asked[2]
+        for each in (*args, *kwargs.values()):
+            if isinstance(each, Shared) and (dimension or (each.node.once is None and len(each) != 1)):
+                raise each.node.fail(f"is given to {self.layer.path!r} beside examples")
         return tuple(map(rows_of, args)), {name: rows_of(each) for name, each in kwargs.items()}
 
     def record(self, args: Any, kwargs: Any) -> Any:

@@ -34,7 +34,7 @@ _POINTWISE = {
     *("addcdiv", "logaddexp", "atan2", "hypot", "fmod", "copysign", "iadd", "isub", "imul", "itruediv"),
     *("to", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone", "neg", "exp", "tanh", "sigmoid"),
 }  # fmt: skip
-_CAT = {"cat", "concat", "concatenate", "stack"}
+_CAT = {"cat", "concat", "concatenate", "stack", "hstack"}
 _REPEATS = {"expand", "expand_as", "repeat", "tile", "broadcast_to"}
 _NORMALIZING: dict[str, Callable[..., Tensor]] = {
     each.__name__: each for each in (functional.layer_norm, functional.group_norm, functional.rms_norm)
@@ -244,6 +244,8 @@ class _Operation:
 
     def _dimension(self) -> int:
         """Along which tensors are joined."""
+        if self.name == "hstack":
+            return min(1, self.shared[0].ndim - 1)
         args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
         dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
         return dim if dim >= 0 else dim + self.shared[0].ndim + (self.name == "stack")

@@ -85,9 +85,7 @@ def _report(
     with exact(), Start(model) as start:
         found = _look(Passes(model, losses, examples, collate, start), clipping)
         if not found.problems and found.hides:
-            with start.away_from_zero():
-                behind = _look(Passes(model, losses, examples, collate, start), clipping)
-            found.problems, found.why = behind.problems, behind.why or found.why
+            found = _look_behind(found, Passes(model, losses, examples, collate, start), clipping)
     return Report(type(model).__name__, clipping, tuple(found.problems), tuple(found.notes)), found.why
 
 
@@ -98,7 +96,7 @@ class _Found:
     problems: list[Finding]
     notes: list[Finding]
     why: Finding | None = None  # another way of clipping may be better
-    hides: bool = False  # whether weights have no gradient, as behind a gate that begins closed
+    hides: str = ""  # weights that are reached and get nothing from any example, as behind a gate that begins closed
 
 
 def _look(passes: Passes, clipping: str) -> _Found:
@@ -110,11 +108,23 @@ def _look(passes: Passes, clipping: str) -> _Found:
     return _Found(summed.problems, [*notes, *summed.notes], why, _hides(alone.alone.values()))
 
 
-def _hides(alone: Collection[Gradient]) -> bool:
-    """Whether some weights are reached, and get nothing from any example."""
-    names = next(iter(alone))
-    several = ([gradient[name] for gradient in alone] for name in names)
-    return any(all(each is not None and not bool(each.any()) for each in gradients) for gradients in several)
+def _look_behind(first: _Found, passes: Passes, clipping: str) -> _Found:
+    """The same with other weights in place of zeros."""
+    try:
+        with passes.start.away_from_zero():
+            found = _look(passes, clipping)
+    except Exception:  # whatever a model says to open gates
+        found = _Found([], [], hides=first.hides)
+    notes = [*first.notes, *([sentences.hidden(found.hides)] if found.hides else [])]
+    return _Found(found.problems, notes, found.why or first.why)
+
+
+def _hides(alone: Collection[Gradient]) -> str:
+    for name in next(iter(alone)):
+        gradients = [gradient[name] for gradient in alone]
+        if all(each is not None and not bool(each.any()) for each in gradients):
+            return name
+    return ""
 
 
 def _looked_at(passes: Passes) -> tuple[list[Finding], list[Finding], Compared | None]:

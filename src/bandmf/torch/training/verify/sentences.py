@@ -188,6 +188,15 @@ def slow() -> Finding:
     )
 
 
+def hidden(name: str) -> Finding:
+    return Finding(
+        name,
+        "gets no gradient from the examples that were tried (a gate that is closed, units that are dead), so what "
+        "leads to it was not looked at",
+        is_parameter=True,
+    )
+
+
 def not_compared() -> Finding:
     return Finding(
         "losses",

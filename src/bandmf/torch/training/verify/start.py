@@ -64,15 +64,18 @@ class Start:
         for name in (now.keys() - kept.keys()) | _unlike(kept):
             changed[name] = now[name].detach().clone()
         before = self._numbers
-        other = {key: value for key, value in _numbers(self._model).items() if value != before.get(key, value)}
-        return changed | {".".join(filter(None, key)): torch.tensor(value) for key, value in other.items()}
+        for key, value in _numbers(self._model).items():
+            if isinstance(value, float) and value != before.get(key):  # whole numbers are lengths and counts
+                changed[".".join(filter(None, key))] = torch.tensor(value)
+        return changed
 
     @contextmanager
     def away_from_zero(self) -> Iterator[None]:
         """Where weights begin as zeros, gates are closed, and nothing of what lies behind them shows."""
         before, dice = dict(self._tensors), torch.Generator().manual_seed(0)
         for name, parameter in self._model.named_parameters():
-            if not isinstance(parameter, DTensor) and parameter.is_floating_point() and not bool(parameter.any()):
+            is_plain = parameter.requires_grad and parameter.is_floating_point() and not isinstance(parameter, DTensor)
+            if is_plain and not bool(parameter.any()):
                 other = _SMALL * torch.randn(parameter.shape, generator=dice)
                 self._tensors[name] = parameter, other.to(parameter)
         try:
@@ -99,6 +102,8 @@ class Start:
         for name in _unlike(self._tensors):
             tensor, before = self._tensors[name]
             tensor.copy_(before)
+        for path, own in _numbers(self._model).keys() - self._numbers.keys():
+            delattr(self._model.get_submodule(path), own)
         for (path, own), value in self._numbers.items():
             setattr(self._model.get_submodule(path), own, value)
         for module, training in self._modes:
@@ -135,14 +140,14 @@ def _reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def _numbers(model: nn.Module) -> dict[tuple[str, str], int | float]:
-    """Those that modules keep as attributes, such as a count of passes."""
+def _numbers(model: nn.Module) -> dict[tuple[str, str], int | float | None]:
+    """Those that modules keep as attributes, such as a count of passes; None may become one."""
     modules = model.named_modules()
     return {
         (path, own): value
         for path, module in modules
         for own, value in vars(module).items()
-        if type(value) in (int, float)
+        if type(value) in (int, float, type(None))
     }
 
 
