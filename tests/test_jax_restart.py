@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 import stat
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -65,9 +66,9 @@ def test_a_finished_run_takes_no_step_more(folder, expected):
         np.testing.assert_array_equal(tiny.flat(state.weights), expected)
 
 
-@pytest.mark.parametrize("at_once", [1, 2, 12])
+@pytest.mark.parametrize("at_once", [1, 2, 4, 12])
 def test_steps_that_were_recorded_keep_their_length_after_a_restart(folder, expected, at_once, monkeypatch):
-    """Chunks of four, the second of which was reserved and did not end."""
+    """Chunks of four, the second of which was reserved and did not end: with fewer at once it is lost."""
     finish = Ledger.finish
 
     def dies(ledger, step, sums):
@@ -81,8 +82,11 @@ def test_steps_that_were_recorded_keep_their_length_after_a_restart(folder, expe
             stopped(folder, 12, at_once=4, save_every=12)
     again = tiny.training(optimizer=ADAM, folder=folder, save_every=12)
     found = [state.step for state in again.steps(again.init(tiny.first_weights()), at_once=at_once)]
-    assert found[:2] == [4, 8]
-    np.testing.assert_allclose(tiny.flat(again.state.weights), expected, atol=1e-6)
+    assert found[:2] == ([4, 8] if at_once >= 4 else [4, 8 + at_once])
+    if at_once >= 4:
+        np.testing.assert_allclose(tiny.flat(again.state.weights), expected, atol=1e-6)
+    assert again.finished
+    assert again.spent() == again.plan.spent()
     again.close()
 
 
@@ -141,6 +145,31 @@ def test_steps_at_once_that_a_machine_does_not_repeat_are_lost_with_the_next_sta
         tiny.trained(again, at_once=4)
     again.close()
     goes_on_after(tiny.training(optimizer=SGD, folder=folder, save_every=12, loss=other_loss), 4, caplog)
+
+
+def test_a_second_thread_takes_no_part_in_a_step(folder):
+    """Its sum would be of one step, and its noise of the next one."""
+    loading, go_on = threading.Event(), threading.Event()
+    x, y = tiny.data()
+
+    def data(indices):
+        if threading.current_thread().name == "first":
+            loading.set()
+            go_on.wait(30)
+        return x[indices], y[indices]
+
+    training = tiny.training(data=data, folder=folder)
+    state = training.init(tiny.first_weights())
+    first = threading.Thread(target=lambda: next(training.steps(state)), name="first")
+    first.start()
+    assert loading.wait(30)
+    for other in (lambda: next(training.steps(state)), training.save):
+        with pytest.raises(RuntimeError, match="in the middle of a step"):
+            other()
+    go_on.set()
+    first.join()
+    assert training.steps_taken == 1
+    training.close()
 
 
 def test_a_constructor_that_fails_leaves_its_folder_to_others(folder, monkeypatch):

@@ -272,7 +272,7 @@ def test_a_chunk_that_cannot_be_taken_again_is_spent_and_lost(tmp_path):
     ledger.lose(0)
     for _ in range(2):  # also when it is read again
         assert (ledger.steps_released, ledger.steps_spent) == (7, 7)
-        assert [ledger.recorded(step) for step in (1, 3)] == [(2, False), (4, False)]
+        assert [ledger.recorded(step) for step in (1, 3)] == [(2, False, False), (4, False, False)]
         for step in range(3, 7):
             with pytest.raises(ValueError, match="was released before with another"):
                 ledger.release(step, *SUMS[step])
@@ -282,6 +282,26 @@ def test_a_chunk_that_cannot_be_taken_again_is_spent_and_lost(tmp_path):
         ledger = a_run(tmp_path / "ledger")
     assert ledger.release(1, *SUMS[1]) == "replay"
     assert ledger.release(7, *SUMS[7]) == "step"
+
+
+def test_a_line_that_memory_may_lack_is_read_again(tmp_path, monkeypatch):
+    """An alarm, say, whose handler raises after the line was written: another sum might follow it."""
+    ledger = a_run(tmp_path / "ledger")
+    ledger.release(0, *SUMS[0])
+
+    def alarm(*_):
+        raise TimeoutError
+
+    with monkeypatch.context() as planted:
+        planted.setattr(Ledger, "_apply", alarm)
+        with pytest.raises(TimeoutError):
+            ledger.release(1, *SUMS[1])
+    with pytest.raises(RuntimeError, match="open the run again"):
+        ledger.release(1, *SUMS[2])
+    ledger.close()
+    again = a_run(tmp_path / "ledger")
+    assert again.steps_released == 2
+    assert again.release(1, *SUMS[1]) == "replay"
 
 
 def test_a_chunk_does_not_reach_past_the_plan():

@@ -119,7 +119,7 @@ def test_two_runs_side_by_side_draw_what_each_draws_alone(go):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-IN_THE_MIDDLE = "in the middle of a step or a checkpoint: call it from one thread, and not from `losses`"
+IN_THE_MIDDLE = "in the middle of a step or a checkpoint: call it from one thread, and not from its losses"
 
 
 @pytest.mark.parametrize("call", ["advance", "close"])

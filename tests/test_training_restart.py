@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import signal
+import threading
 
 import pytest
 import torch
@@ -154,6 +155,23 @@ def test_sigterm_has_its_effect_when_the_last_of_several_runs_has_ended(tmp_path
         assert seen == ["mine"]
         os.kill(os.getpid(), signal.SIGTERM)
         assert seen == ["mine"] * 2  # nobody listens any more
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_sigterm_has_its_effect_after_an_iterator_ended_in_another_thread(tmp_path):
+    seen, before = [], signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda *_: seen.append("mine"))
+    try:
+        steps = iter(open_run(tmp_path))
+        next(steps)
+        other = threading.Thread(target=steps.close)
+        other.start()
+        other.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert seen == ["mine"]
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert seen == ["mine"] * 2
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -45,31 +45,36 @@ class Termination:
 
     def __enter__(self) -> Termination:
         if _in_main_thread():
-            if not self._listening:
-                Termination._before = signal.signal(signal.SIGTERM, _note)
+            if signal.getsignal(signal.SIGTERM) is not self._note:
+                Termination._before = signal.signal(signal.SIGTERM, self._note)
             self.asked = any(each.asked for each in self._listening)
             self._listening.append(self)
         return self
 
-    def __exit__(self, *_: object) -> None:  # also when Python ends
-        if self in self._listening:
-            self._listening.remove(self)
-            if not self._listening:
-                _end_listening(pass_on=self.asked)
+    # Bound beforehand: an iterator may be closed when Python ends and names of modules are gone, or in any thread.
+    def __exit__(self, *_: object, signal: Any = signal, os: Any = os, here: Any = threading) -> None:
+        if self not in self._listening:
+            return
+        self._listening.remove(self)
+        if self._listening:
+            return
+        if here.current_thread() is here.main_thread():
+            self._stop(signal)
+        if self.asked:
+            os.kill(os.getpid(), signal.SIGTERM)
 
+    @staticmethod
+    def _note(number: int, frame: FrameType | None) -> None:
+        if not Termination._listening or any(each.asked for each in Termination._listening):
+            Termination._stop()
+            os.kill(os.getpid(), signal.SIGTERM)
+        for each in Termination._listening:
+            each.asked = True
 
-def _note(number: int, frame: FrameType | None) -> None:
-    if any(each.asked for each in Termination._listening):
-        _end_listening(pass_on=True)
-    for each in Termination._listening:
-        each.asked = True
-
-
-def _end_listening(pass_on: bool, signal: Any = signal, os: Any = os) -> None:
-    # None: something that is not Python's was there before, which cannot be put back.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL if Termination._before is None else Termination._before)
-    if pass_on:
-        os.kill(os.getpid(), signal.SIGTERM)
+    @classmethod
+    def _stop(cls, signal: Any = signal) -> None:
+        # None: something that is not Python's was there before, which cannot be put back.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if cls._before is None else cls._before)
 
 
 def _in_main_thread() -> bool:

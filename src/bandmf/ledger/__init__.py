@@ -31,7 +31,7 @@ import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bandmf import _check
 from bandmf.ledger.checks import REVEALS, ReleasedOtherwiseError, check_place, check_process, expect_same, one_at_a_time
@@ -48,6 +48,14 @@ _BOOKKEEPING = ("kind", "format", "run_id", "place", "copied_from", "chain")
 def _fresh_run_id() -> str:
     """128 bits of the operating system. Tests that need two equal runs replace this function; nothing else does."""
     return os.urandom(16).hex()
+
+
+class Recorded(NamedTuple):
+    """Where what began at a step has to end again, whether that was a chunk, and whether it did not finish."""
+
+    end: int
+    in_chunk: bool
+    pending: bool
 
 
 class Ledger:
@@ -235,12 +243,13 @@ class Ledger:
         for number, (batch, total) in enumerate(sums, start=step):
             self._release(number, batch, total)
 
-    def recorded(self, step: int) -> tuple[int, bool] | None:
-        """Where what began at this step has to end again, and whether that was a chunk; None for a step that is new."""
+    def recorded(self, step: int) -> Recorded | None:
+        """What began at this step; None for a step that is new."""
         if step >= self.steps_spent:
             return None
         ends = [end for first, end, _ in self._chunks if first == step]
-        return (max(ends), True) if ends else (step + 1, False)
+        pending = self._pending is not None and self._pending[0] == step
+        return Recorded(max(ends), True, pending) if ends else Recorded(step + 1, False, False)
 
     def _reserve(self, chunk: tuple[int, int, str]) -> None:
         self._reserved = chunk

@@ -38,7 +38,7 @@ class ReleasedOtherwiseError(ValueError):
 def one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:
     """Threads take turns: two that release one step would both find that it is new. Ctrl-C waits for the end.
 
-    After any other exception of that kind the file may have a line that is not in memory: it must be read again.
+    After an exception of a signal handler the file may have a line that is not in memory: it must be read again.
     """
 
     @wraps(method)
@@ -50,9 +50,11 @@ def one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 result = method(self, *given)
             except Exception:
-                self._interrupted = False
+                self._interrupted = self._file is not None and self._file.holds_more
                 raise
             self._interrupted = False
+            if self._file is not None:
+                self._file.holds_more = False
             return result
 
     return alone

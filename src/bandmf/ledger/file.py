@@ -29,6 +29,7 @@ class LockedLines:
         _every.add(self)
         self._torn = 0  # bytes at the end that are no whole line
         self._seen: tuple[int, int, int] | None = None  # device, inode and size when it was read
+        self.holds_more = False  # a line, perhaps, of which whoever appended it does not know yet
 
     def read(self) -> list[bytes]:
         """The whole lines; what a crash tore off the end is not among them, and goes with the next `append`."""
@@ -123,6 +124,7 @@ class LockedLines:
         if self._torn:
             os.ftruncate(self._file, before)
             self._torn = 0
+        self.holds_more = True
         try:
             if os.write(self._file, line + b"\n") <= len(line):
                 raise OSError(f"{self.path}: the disk is full")
@@ -131,7 +133,7 @@ class LockedLines:
             # Half a line must not come before the next: if it cannot be taken off now, it goes with the next `append`.
             self._torn = os.fstat(self._file).st_size - before
             os.ftruncate(self._file, before)
-            self._torn = 0
+            self._torn, self.holds_more = 0, False
             raise
 
     def close(self) -> None:

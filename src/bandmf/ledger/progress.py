@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 
 from bandmf import _check
 from bandmf.planning import Plan
@@ -25,6 +27,19 @@ class Progress:
     lost: int | None = None  # a step that was released and did not reach the weights
     closed: bool = False
     warned: bool = False
+    _busy: Lock = field(default_factory=Lock, repr=False)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """One call at a time: a second one in the middle of a step would add to its sums, or use its noise."""
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError(
+                "this run is in the middle of a step or a checkpoint: call it from one thread, and not from its losses"
+            )
+        try:
+            yield
+        finally:
+            self._busy.release()
 
     def check_usable(self) -> None:
         """Fail where the weights are not those of the steps that were released."""
@@ -49,7 +64,8 @@ class Progress:
         self.taken = last
         log.warning(
             "steps %d to %d were released before the restart and cannot be repeated bit for bit (other code, data, "
-            "learning rates, machine or kernels): they are spent and lost, and the run goes on after them", first, last
+            "learning rates, machine, kernels or steps at once): they are spent and lost, and the run goes on after "
+            "them", first, last
         )  # fmt: skip
 
     def end(self) -> None:

@@ -195,35 +195,38 @@ class Training:
         alone = self._processes.world == 1
         with Termination() if alone else contextlib.nullcontext() as termination:
             while not self.finished:
-                self._check_current(state)
-                if self.steps_taken % self._save_every == 0:
-                    self._save_now()
-                state = self._advanced(at_once)
+                with self._progress.alone():
+                    self._check_current(state)
+                    if self.steps_taken % self._save_every == 0:
+                        self._save_now()
+                    state = self._advanced(at_once)
                 self._progress.moved(state.step, partial(is_finite, state.weights))
                 yield state
                 if termination is not None and termination.asked:
                     break
-            self._check_current(state)
-            self._save_now()
+            with self._progress.alone():
+                self._check_current(state)
+                self._save_now()
 
     def _advanced(self, at_once: int) -> State:
         """Load, clip, ledger, noise, optimizer."""
-        step, opened = self.steps_taken, self._opened
-        recorded = opened.on_ledger(lambda ledger: ledger.recorded(step))
-        end = step + 1 if recorded is None else recorded[0]
-        in_chunk = at_once > 1 if recorded is None else recorded[1]
-        if recorded is None and in_chunk:
-            end = min(step + at_once, self.plan.steps, (step // self._save_every + 1) * self._save_every)
+        step = self.steps_taken
+        recorded = self._opened.on_ledger(lambda ledger: ledger.recorded(step))
+        if recorded is None:
+            in_chunk = at_once > 1
+            room = (self.plan.steps, (step // self._save_every + 1) * self._save_every)
+            end = min(step + at_once, *room) if in_chunk else step + 1
+        else:
+            end, in_chunk, pending = recorded
+            if pending and end - step > at_once:  # it may have been too much for the memory
+                return self._past_released(at_once)
         batches = [self._sampler.batch(each) for each in range(step, end)]
         rows = self._source.rows(batches, step, self._examples_key)
         contents = [batch.tobytes() for batch in batches]
         try:
             return self._chunk(step, rows, contents) if in_chunk else self._single(step, rows, contents[0])
         except ReleasedOtherwiseError:
-            opened.on_ledger(lambda ledger: ledger.lose(step))  # or the next start would try this again
-            self._progress.check_usable()  # a chunk that was taken has what was held before
-        state = self._past_released()
-        return state if self.finished else self._advanced(at_once)
+            return self._past_released(at_once)
 
     def _single(self, step: int, rows: Any, batch: bytes) -> State:
         held = self._held
@@ -257,14 +260,19 @@ class Training:
             self._opened.on_ledger(lambda ledger: ledger.finish(step, sums))
             return self._handed_out(held, step + len(batches))
 
-    def _past_released(self) -> State:
-        """After a restart whose steps differ from those that were released: these are lost, and stay spent."""
-        self._progress.pass_over(self.steps_taken + 1, self._steps_spent)
-        held = self._held
+    def _past_released(self, at_once: int) -> State:
+        """After a restart that cannot repeat the steps that were released: these are lost, and stay spent."""
+        step, held = self.steps_taken, self._held
+        self._opened.on_ledger(lambda ledger: ledger.lose(step))  # or the next start would try them again
+        self._progress.check_usable()  # a chunk that was taken has the memory of what was held
         assert held is not None
-        for _ in range(self.steps_taken, self._steps_spent):
-            held = self._programs.skip(held, self._secrets.noise)
-        return self._handed_out(held, self._steps_spent)
+        self._progress.pass_over(step + 1, self._steps_spent)
+        with uninterrupted():
+            self._progress.lost = step
+            for _ in range(step, self._steps_spent):
+                held = self._programs.skip(held, self._secrets.noise)
+            state = self._handed_out(held, self._steps_spent)
+        return state if self.finished else self._advanced(at_once)
 
     def _check_alike(self, words: Any, what: str) -> None:
         # As one: a process that left alone would keep the others waiting.
@@ -354,6 +362,10 @@ class Training:
 
     def save(self) -> Path:
         """Write a checkpoint into the folder now, all of it or nothing."""
+        with self._progress.alone():
+            return self._save()
+
+    def _save(self) -> Path:
         checkpoints = self._checkpoints()
         if checkpoints is None:
             raise _check.fail("folder", None, "there is nowhere to save", "give Training a folder")
@@ -366,7 +378,7 @@ class Training:
 
     def _save_now(self) -> None:
         if self.folder is not None and self._saved_at != self.steps_taken:
-            self.save()
+            self._save()
 
     def close(self) -> None:
         """Save what was not saved, and let another process have the run; says so if the plan has not ended."""
@@ -374,7 +386,8 @@ class Training:
             return
         try:
             if self._progress.lost is None and self.steps_taken:
-                self._save_now()
+                with self._progress.alone():
+                    self._save_now()
         finally:
             self._let_go()
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from torch import nn
@@ -140,7 +138,7 @@ class Training:
         self._opened = Opened(self.folder, key, moved, ranks)
         sampler = sampler_of(plan, self._opened.run_key, examples.count())
         ranks.start_equal(model)
-        self._progress, self._busy = Progress(plan.steps, self.folder), Lock()
+        self._progress = Progress(plan.steps, self.folder)
         stepper = Stepper(
             plan, self._opened, sampler, trained, losses, self._clipping, clip_norm, ranks, self._progress
         )
@@ -185,7 +183,7 @@ class Training:
 
     def advance(self) -> int:
         """One update, for loops that others own; returns the step."""
-        with self._alone():
+        with self._progress.alone():
             return self._advance()
 
     def _advance(self) -> int:
@@ -213,18 +211,6 @@ class Training:
         self._batches.forget()
         self._stepper.lose_released()
         return self.steps_taken if self.finished else self._advance()
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """One call at a time: a second one in the middle of a step would add to its sums, or seal its noise."""
-        if not self._busy.acquire(blocking=False):
-            raise RuntimeError(
-                "this run is in the middle of a step or a checkpoint: call it from one thread, and not from `losses`"
-            )
-        try:
-            yield
-        finally:
-            self._busy.release()
 
     # --- what it knows ------------------------------------------------------------------------------------
 
@@ -278,7 +264,7 @@ class Training:
 
     def save(self) -> Path:
         """Write a checkpoint into the folder now, all of it or nothing."""
-        with self._alone():
+        with self._progress.alone():
             return self._save()
 
     def _save(self) -> Path:
@@ -294,7 +280,7 @@ class Training:
             self._save()
 
     def _save_alone(self) -> None:
-        with self._alone():
+        with self._progress.alone():
             self._save_now()
 
     def close(self) -> None:
