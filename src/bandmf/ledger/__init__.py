@@ -31,10 +31,18 @@ import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from bandmf import _check
-from bandmf.ledger.checks import REVEALS, ReleasedOtherwiseError, check_place, check_process, expect_same, one_at_a_time
+from bandmf.ledger.checks import (
+    REVEALS,
+    Recorded,
+    ReleasedOtherwiseError,
+    check_place,
+    check_process,
+    expect_same,
+    one_at_a_time,
+)
 from bandmf.ledger.file import LockedLines, Place
 from bandmf.randomness.key import Key
 
@@ -48,14 +56,6 @@ _BOOKKEEPING = ("kind", "format", "run_id", "place", "copied_from", "chain")
 def _fresh_run_id() -> str:
     """128 bits of the operating system. Tests that need two equal runs replace this function; nothing else does."""
     return os.urandom(16).hex()
-
-
-class Recorded(NamedTuple):
-    """Where what began at a step has to end again, whether that was a chunk, and whether it did not finish."""
-
-    end: int
-    in_chunk: bool
-    pending: bool
 
 
 class Ledger:

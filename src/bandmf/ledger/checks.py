@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bandmf import _check
 from bandmf._interrupts import uninterrupted
@@ -29,6 +29,14 @@ _REMEDY = {
     "sampler": "the privacy of the plan rests on the batches of the sampler",
     "examples": "the data may not change during a run",
 }
+
+
+class Recorded(NamedTuple):
+    """Where what began at a step has to end again, whether that was a chunk, and whether it did not finish."""
+
+    end: int
+    in_chunk: bool
+    pending: bool
 
 
 class ReleasedOtherwiseError(ValueError):

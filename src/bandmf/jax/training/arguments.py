@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import jax
 import optax
 
 from bandmf import _check
+from bandmf.planning import Plan
 
 _KEYS = ("key", "rng", "seed")  # of which a third argument has one in its name
 
@@ -49,3 +51,10 @@ def checked_optimizer(optimizer: Any) -> optax.GradientTransformation:
             "such as optax.adam(1e-3); of flax's TrainState, state.tx; of nnx.Optimizer, its tx",
         )  # fmt: skip
     return optimizer
+
+
+def check_parameters(plan: Plan, trained: Any) -> None:
+    """What the plan says of the noise's memory must be true of this model."""
+    count = sum(leaf.size for leaf in jax.tree.leaves(trained))
+    if plan.parameters not in (None, count):
+        raise _check.fail("plan.parameters", plan.parameters, f"the weights have {count} entries")

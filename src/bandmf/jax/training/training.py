@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding
 from bandmf import _check
 from bandmf._interrupts import Termination, uninterrupted
 from bandmf.jax.noise.engine import Engine
-from bandmf.jax.training.arguments import checked_optimizer, takes_key
+from bandmf.jax.training.arguments import check_parameters, checked_optimizer, takes_key
 from bandmf.jax.training.checkpoint import Checkpoints, check_installed
 from bandmf.jax.training.data import Source
 from bandmf.jax.training.processes import Processes
@@ -147,7 +147,7 @@ class Training:
             )
         parts = Parts(weights, self._trainable)
         trained, self._frozen = parts.split(own_copy(weights))
-        self._check_parameters(trained)
+        check_parameters(self.plan, trained)
         held = Held(trained, own_copy(self._optimizer.init(trained)), self._engine.init(trained))
         checkpoints = self._checkpoints()
         restored = None if checkpoints is None else checkpoints.restore(held)
@@ -163,12 +163,6 @@ class Training:
             self._saved_at = state.step
             log.info("%s: goes on after step %d of %d", self.folder, state.step, self.plan.steps)
         return state
-
-    def _check_parameters(self, trained: Any) -> None:
-        """What the plan says of the noise's memory must be true of this model."""
-        count = sum(leaf.size for leaf in jax.tree.leaves(trained))
-        if self.plan.parameters not in (None, count):
-            raise _check.fail("plan.parameters", self.plan.parameters, f"the weights have {count} entries")
 
     def _handed_out(self, held: Held, step: int) -> State:
         """The state after this many steps, in trees of its own: what is done to them does nothing to what is held."""
