@@ -1,8 +1,7 @@
 """What a run has released: an append-only record, and the guards that rest on it.
 
-The noise of a step depends on the key, the run and the step alone. Two results of one step with the same noise but
-different gradients reveal the difference of the gradients without any noise; so a released step may be run
-again (after a crash) only if it releases the very same sum.
+The noise of a step depends on the key, the run and the step alone. Two results of one step with different gradients
+reveal their difference without any noise; so a released step may be taken again only if it releases the same sum.
 
 Each line of the file is a JSON object whose `chain` is a keyed digest of itself and of all lines before it: the first
 says what the run is, each later one what was released. A line is on the disk before its noise is added. The first line
@@ -19,8 +18,7 @@ Guarantees:
   see `knows`;
 - a ledger in another place is refused until it is stated whether it moved or was copied; a copy is another run;
 - one process at a time, and not a fork of it;
-- the digests are keyed, and depend on the step: they tell nothing about the data to whoever has only the ledger, not
-  even that two batches are equal, such as empty ones.
+- the digests are keyed, and depend on the step: the ledger alone does not even tell that two batches are equal.
 """
 
 from __future__ import annotations
