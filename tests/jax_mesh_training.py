@@ -202,6 +202,13 @@ def data_sets_over_devices(rows):
     for one, other in zip(alone.data, cut.data, strict=True):
         np.testing.assert_array_equal(np.asarray(one)[held], np.asarray(other)[held])
     assert len(cut.data[0].sharding.device_set) == 8
+    memory = np.empty((len(some) * 8, 8), np.float32)
+
+    def refill(indices):
+        return np.take(data()[0], indices, 0, out=memory[: len(indices)])
+
+    alone, cut = (Source(refill, the_plan(), 24, sharding).rows([some], 5, key) for sharding in (None, rows))
+    np.testing.assert_array_equal(np.asarray(alone.data)[held], np.asarray(cut.data)[held])
     print("data sets over devices holds", flush=True)
 
 

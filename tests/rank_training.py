@@ -1,6 +1,6 @@
 """Training runs on some ranks: `rank_training.py FOLDER RANKS NAME:KIND[:UNTIL] ... [RANKS ...]`.
 
-KIND is ddp or fsdp. Each run leaves its final weights in FOLDER/NAME, and how many micro-batches each rank had in each
+KIND is ddp or fsdp, or one of these with "-two": with two bands. Each run leaves its final weights in FOLDER/NAME, and how many micro-batches each rank had in each
 step. With UNTIL it stops after so many steps; started again under the same name, it goes on.
 """
 
@@ -20,25 +20,26 @@ from children import run_ranks
 from training import RUN_ID, losses, same_run, simple_plan, small_data, small_model, train, weights
 
 PLAN = simple_plan(steps=18, examples=403, batch_size=3, bands=4)  # many shares are empty
+TWO_BANDS = simple_plan(steps=18, examples=403, batch_size=3, bands=2)  # a history of one vector
 
 
 def make(kind, folder=None, run_id=RUN_ID, **options):
     """The run of this rank, or of the only process."""
-    model = small_model()
-    if kind == "ddp":
+    model, plan = small_model(), TWO_BANDS if kind.endswith("-two") else PLAN
+    if kind.startswith("ddp"):
         model = nn.parallel.DistributedDataParallel(model)
-    if kind == "fsdp":
+    if kind.startswith("fsdp"):
         from torch.distributed.fsdp import fully_shard
 
         for layer in (model[0], model[1], model[4], model):
             fully_shard(layer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     options = {
-        "clip_norm": 0.5, "key": Key(bytes(32)), "micro_batch": 2, "folder": folder, "verify": kind != "one",
+        "clip_norm": 0.5, "key": Key(bytes(32)), "micro_batch": 2, "folder": folder, "verify": not kind.startswith("one"),
         **options,
     }  # fmt: skip
     with same_run(run_id):
-        return Training(model, losses, optimizer, small_data(403), PLAN, **options)
+        return Training(model, losses, optimizer, small_data(403), plan, **options)
 
 
 def one_run(folder, kind, until=None):

@@ -17,6 +17,7 @@ import pytest
 import children
 import jax_training as tiny
 from bandmf.jax import Training
+from bandmf.jax.training import checkpoint
 from bandmf.ledger import Ledger, checkpoints, run_folder
 from children import HERE
 
@@ -237,6 +238,20 @@ def test_a_checkpoint_is_whole_or_not_there(folder, expected, monkeypatch):
         with pytest.raises(MemoryError):
             stopped(folder, 6, save_every=3)
     np.testing.assert_array_equal(tiny.weights_of(optimizer=ADAM, folder=folder, save_every=3), expected)
+
+
+def test_ctrl_c_waits_for_the_end_of_a_checkpoint(folder, expected, monkeypatch):
+    """Threads of Orbax would go on writing where the next checkpoint is written."""
+    training = tiny.training(optimizer=ADAM, folder=folder, save_every=8)
+    tiny.trained(training, until=6)
+    with monkeypatch.context() as planted:
+        own = checkpoint._arrays
+        planted.setattr(checkpoint, "_arrays", lambda held: (signal.raise_signal(signal.SIGINT), own(held))[1])
+        with pytest.raises(KeyboardInterrupt):
+            training.save()
+    assert len(list((folder / "checkpoints").glob("[0-9]*"))) == 1
+    training.close()
+    np.testing.assert_array_equal(tiny.weights_of(optimizer=ADAM, folder=folder, save_every=8), expected)
 
 
 def test_the_last_two_are_kept_and_nothing_is_written_twice(folder):

@@ -56,6 +56,26 @@ def test_a_step_is_released_once_and_the_same_sum_again_is_a_replay(path):
     assert (again.steps_released, again.replays, again.entries) == (4, 2, 7)
 
 
+@pytest.mark.parametrize("change", ["removed", "renamed", "folder renamed", "replaced"])
+def test_a_file_that_is_not_where_it_was_gets_no_line(path, tmp_path, change):
+    """Checkpoints would go into another folder than the ledger."""
+    path = tmp_path / "run" / "ledger.jsonl"
+    path.parent.mkdir()
+    ledger = open_ledger(path)
+    ledger.release(0, b"batch", b"sum")
+    if change == "folder renamed":
+        path.parent.rename(tmp_path / "other")
+    elif change == "renamed":
+        path.rename(tmp_path / "other.jsonl")
+    else:
+        contents = path.read_bytes()
+        path.unlink()
+        if change == "replaced":
+            path.write_bytes(contents)
+    with pytest.raises(RuntimeError, match="was removed or moved while the run was going on"):
+        ledger.release(1, b"batch", b"sum")
+
+
 @pytest.mark.parametrize(
     ("batch", "total", "what"), [(b"batch 1", b"other", "sum of gradients"), (b"other", b"sum 1", "batch of examples")]
 )

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import inspect
 import logging
 import pickle
 import random
 import re
+import signal
+import sys
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +25,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from bandmf import Key
+from bandmf.ledger.progress import Progress
 from bandmf.torch import Training
 from training import losses, same_run, simple_plan, small_data, small_model, train, weights
 
@@ -574,6 +579,50 @@ def test_a_run_that_ends_with_its_plan_says_nothing(caplog):
     with open_run() as training:
         train(training)
     assert not caplog.records
+
+
+def test_ctrl_c_in_the_last_update_leaves_a_finished_run(caplog):
+    caplog.set_level(logging.WARNING, "bandmf")
+
+    def rate(step):
+        if step == STEPS - 1:
+            signal.raise_signal(signal.SIGINT)
+        return 0.1
+
+    with pytest.raises(KeyboardInterrupt), open_run(scheduler=rate) as training:
+        train(training)
+    assert training.finished
+    assert not caplog.records
+
+
+def test_ctrl_c_while_a_call_begins_leaves_the_run_to_the_next_one():
+    lines, first = inspect.getsourcelines(Progress.alone.__wrapped__)
+    begun = next(n for n, line in enumerate(lines) if line.strip() == "yield")
+    for number in range(first, first + begun + 1):
+        progress = Progress(STEPS, None)
+        with contextlib.suppress(KeyboardInterrupt), interrupted_at(Progress.alone, number), progress.alone():
+            pass
+        with progress.alone():
+            pass
+
+
+@contextlib.contextmanager
+def interrupted_at(function, number):
+    """Ctrl-C just before this line runs."""
+
+    def trace(frame, event, _):
+        if frame.f_code is not function.__wrapped__.__code__:
+            return None
+        if event == "line" and frame.f_lineno == number:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def test_weights_that_are_not_finite_any_more_are_warned_of(caplog):

@@ -16,6 +16,7 @@ def folder(tmp_path_factory):
     """All runs, from one process: to start one takes longer than to train."""
     folder = tmp_path_factory.mktemp("ranks")
     two = ["2", "ddp-2:ddp", "fsdp-2:fsdp", "ddp-on:ddp:10", "fsdp-on:fsdp:10"]
+    two += ["ddp-again:ddp-two:10", "ddp-again:ddp-two", "fsdp-again:fsdp-two:10", "fsdp-again:fsdp-two"]
     one = ["1", "ddp-on:ddp:15", "fsdp-on:fsdp:15"]
     three = ["3", "ddp-3:ddp", "fsdp-3:fsdp", "ddp-on:ddp", "fsdp-on:fsdp"]
     result = children.run(HERE / "rank_training.py", folder, *two, *one, *three)
@@ -36,6 +37,13 @@ def test_ranks_train_what_one_process_trains(name, alone, folder):
 
 @pytest.mark.parametrize("name", ["ddp-on", "fsdp-on"])
 def test_a_run_goes_on_with_another_number_of_ranks(name, alone, folder):
+    torch.testing.assert_close(torch.load(folder / name / "final.pt"), alone, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["ddp-again", "fsdp-again"])
+def test_a_run_whose_history_is_one_vector_goes_on(name, folder):
+    """It is loaded into the memory where it is, which no copy may be made of onto itself."""
+    alone = weights(train(make("one-two")).model)
     torch.testing.assert_close(torch.load(folder / name / "final.pt"), alone, rtol=0, atol=2e-6)
 
 

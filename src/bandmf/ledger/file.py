@@ -57,7 +57,7 @@ class LockedLines:
         self._file = os.open(self.path, os.O_RDWR | os.O_APPEND)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            mine = os.path.samestat(os.fstat(self._file), os.stat(self.path))  # it may have been replaced meanwhile
+            mine = self._is_in_place()  # it may have been replaced meanwhile
         except BlockingIOError:
             mine = False
         if not mine:
@@ -93,7 +93,7 @@ class LockedLines:
         self._file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.append(first_line(self.place()))  # has a name yet, that of the draft
+            self._write(first_line(self.place()))
             if keep_as is None:
                 os.link(draft, self.path)
             else:
@@ -114,13 +114,23 @@ class LockedLines:
         """Add a line and put it on the disk."""
         if self._file is None:
             raise RuntimeError(f"{self.path}: the run was closed; open it again to go on")
-        found = os.fstat(self._file)
-        if not found.st_nlink:  # what is written now would be lost, and with it what was released
+        if not self._is_in_place():  # what is written now would be lost, and with it what was released
             raise RuntimeError(
-                f"{self.path}: was removed while the run was going on; what it has released is spent: restore the "
-                "folder, or begin a new run in another one"
+                f"{self.path}: was removed or moved while the run was going on; what it has released is spent: put the "
+                "folder back, or begin a new run in another one"
             )
-        before = found.st_size - self._torn
+        self._write(line)
+
+    def _is_in_place(self) -> bool:
+        assert self._file is not None
+        try:
+            return os.path.samestat(os.fstat(self._file), os.stat(self.path))
+        except FileNotFoundError:
+            return False
+
+    def _write(self, line: bytes) -> None:
+        assert self._file is not None
+        before = os.fstat(self._file).st_size - self._torn
         if self._torn:
             os.ftruncate(self._file, before)
             self._torn = 0

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Lock
 
 from bandmf import _check
 from bandmf.planning import Plan
@@ -26,20 +25,23 @@ class Progress:
     taken: int = 0
     lost: int | None = None  # a step that was released and did not reach the weights
     closed: bool = False
-    warned: bool = False
-    _busy: Lock = field(default_factory=Lock, repr=False)
+    _looked: int = 0  # at the weights, after this step
+    _user: dict[str, object] = field(default_factory=dict, repr=False)  # of the run: a call, or none
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         """One call at a time: a second one in the middle of a step would add to its sums, or use its noise."""
-        if not self._busy.acquire(blocking=False):
-            raise RuntimeError(
-                "this run is in the middle of a step or a checkpoint: call it from one thread, and not from its losses"
-            )
+        own = object()
         try:
+            if self._user.setdefault("call", own) is not own:
+                raise RuntimeError(
+                    "this run is in the middle of a step or a checkpoint: call it from one thread, and not from its "
+                    "losses; if Ctrl-C has just ended that, close the run and construct Training again"
+                )
             yield
-        finally:
-            self._busy.release()
+        finally:  # wherever Ctrl-C came before: a lock would not know whether it was taken
+            if self._user.get("call") is own:
+                self._user.clear()
 
     def check_usable(self) -> None:
         """Fail where the weights are not those of the steps that were released."""
@@ -51,17 +53,23 @@ class Progress:
                 way = "without a folder it cannot go on; what it has released is spent"
             raise RuntimeError(f"step={self.lost + 1}: was released, but an error kept it from the weights; {way}")
 
-    def moved(self, step: int, is_finite: Callable[[], bool]) -> None:
+    def applied(self, steps: int) -> None:
+        """The weights are those of so many steps."""
+        self.taken, self.lost = steps, None
+
+    def look(self, is_finite: Callable[[], bool]) -> None:
         """Warn once of weights that are not finite; now and then, as to look waits for the step."""
-        due = step >= self.steps or self.taken // _FINITE_EVERY < step // _FINITE_EVERY
-        self.taken = step
-        if due and not self.warned and not is_finite():
-            self.warned = True
-            log.warning("step %d: weights are not finite any more; lower the learning rate, or look at the loss", step)
+        if self.taken < min(self.steps, self._looked + _FINITE_EVERY):
+            return
+        self._looked = self.taken
+        if not is_finite():
+            self._looked = self.steps  # once
+            log.warning(
+                "step %d: weights are not finite any more; lower the learning rate, or look at the loss", self.taken
+            )
 
     def pass_over(self, first: int, last: int) -> None:
         """Say that these steps are lost, after a restart that cannot repeat them, and that the run is after them."""
-        self.taken = last
         log.warning(
             "steps %d to %d were released before the restart and cannot be repeated bit for bit (other code, data, "
             "learning rates, machine, kernels or steps at once): they are spent and lost, and the run goes on after "

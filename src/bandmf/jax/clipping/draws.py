@@ -1,8 +1,9 @@
 """What a loss calls for all examples at once, and must not: random draws from one key, and functions outside of JAX.
 
 Under `jax.vmap`, keys of the implementations "rbg" and "unsafe_rbg" draw the numbers of all rows from the first row's
-key; a callback or a foreign function may be given all rows in one call, and so is a rule of `custom_vmap`. All of this
-shows where the program of a batch is compared with that of one example: there are more dimensions, or the rule is gone.
+key; a callback or a foreign function may be given all rows in one call. This shows where the program of a batch is
+compared with that of one example: there are more dimensions. A rule of `custom_vmap` is not used for one example, but
+stays in its program.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from bandmf.jax.tracing import inside
 log = logging.getLogger("bandmf")
 _NO_DRAWS = ("random_unwrap", "random_clone")
 _OUTSIDE = ("pure_callback", "io_callback", "buffer_callback", "ffi_call")
-_RULE = "custom_vmap_call"  # stays in a program only where it is given nothing of an example
+_RULE = "custom_vmap_call"
 _ROW_BY_ROW = "key<fry>"  # threefry2x32: what JAX draws with, unless told otherwise
 
 
@@ -32,7 +33,7 @@ def check_own_draws(batch: Any, one: Any) -> None:
         )
     every, alone = (Counter(_shared(program.jaxpr)) for program in (batch, one))
     together = {name for name, _ in every - alone}
-    if any(name == _RULE for name, _ in alone - every):
+    if any(name == _RULE for name, _ in alone):
         raise ValueError(
             "loss: has a rule of its own for batches (jax.custom_batching), which is given all examples at once, so "
             "examples could depend on each other; leave custom_vmap out: the loss sees one example"

@@ -21,6 +21,7 @@ import numpy as np
 
 from bandmf import _check
 from bandmf._files import create_secret, sync_folder
+from bandmf._interrupts import uninterrupted
 from bandmf.jax.noise.engine import State as Noise
 from bandmf.jax.random_keys import as_keys_like, as_words
 from bandmf.jax.training.state import Held
@@ -41,7 +42,14 @@ class Checkpoints:
         self._folder, self._opened = folder / CHECKPOINTS, opened
 
     def save(self, held: Held) -> Path:
-        """Write a checkpoint of what is held; where nothing was released since the last one, that is it."""
+        """Write a checkpoint of what is held; where nothing was released since the last one, that is it.
+
+        Ctrl-C waits for its end: threads of Orbax would go on in a folder that the next one has.
+        """
+        with uninterrupted():
+            return self._save(held)
+
+    def _save(self, held: Held) -> Path:
         folder, first = self._folder, self._opened.ranks.on_first
         name = self._opened.on_ledger(lambda ledger: f"{ledger.number:010d}")
         target, draft = folder / name, folder / f".writing-{name}"

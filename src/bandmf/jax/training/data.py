@@ -74,7 +74,7 @@ class Source:
             assert index is not None
             if (where := _where(index, places.shape)) not in parts:
                 leaves, structure = jax.tree.flatten(self._loaded(places[index], steps[index], key))
-                parts[where] = [np.asarray(as_words(leaf)) for leaf in leaves]
+                parts[where] = [np.array(as_words(leaf)) for leaf in leaves]  # a function may fill its own again
 
         def whole(number: int, like: Any) -> Array:
             def part(index: Any) -> Any:

@@ -158,7 +158,6 @@ class Training:
             given = held.trained, self._frozen
             self._check_alike(self._programs.digest_of_inputs(given, self._secrets.seeds), "weights")
         state = self._handed_out(held, int(held.noise.step))
-        self._progress.taken = state.step
         if state.step:
             self._saved_at = state.step
             log.info("%s: goes on after step %d of %d", self.folder, state.step, self.plan.steps)
@@ -168,7 +167,7 @@ class Training:
         """The state after this many steps, in trees of its own: what is done to them does nothing to what is held."""
         weights = self._parts.join(held.trained, self._frozen)
         self._held, self._state = held, State(weights, jax.tree.map(lambda leaf: leaf, held.optimizer), step)
-        self._progress.lost = None
+        self._progress.applied(step)
         return self._state
 
     # --- the loop -----------------------------------------------------------------------------------------
@@ -194,7 +193,7 @@ class Training:
                     if self.steps_taken % self._save_every == 0:
                         self._save_now()
                     state = self._advanced(at_once)
-                self._progress.moved(state.step, partial(is_finite, state.weights))
+                self._progress.look(partial(is_finite, state.weights))
                 yield state
                 if termination is not None and termination.asked:
                     break

@@ -278,7 +278,8 @@ class Engine:
         loaded = {name: _local_history(name, state, saved["history"][name]) for name in state.parts}
         state.unfinished = True  # until the history is whole again
         for name, vectors in loaded.items():
-            state.history[name].copy_(vectors)
+            if vectors.data_ptr() != state.history[name].data_ptr():  # it was not loaded into this very memory
+                state.history[name].copy_(vectors)
         state.step, state.refreshed, state.unfinished = step, -1, "seal" in saved
         state.loads += 1
         return state

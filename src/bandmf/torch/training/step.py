@@ -86,7 +86,7 @@ class Stepper:
                 self.ranks.sum(self.sums.flats)
                 self.sums.divide(self.plan.batch_size)
                 self._trained.update(self.sums.views, step)
-                self._progress.lost = None
+                self._progress.applied(step + 1)
 
     @torch.no_grad()
     def lose_released(self) -> None:

@@ -166,7 +166,7 @@ class Training:
             if restored:
                 self._saved_at = stepper.steps_taken
                 log.info("%s: goes on after step %d of %d", self.folder, self.steps_taken, self.plan.steps)
-        self._progress.taken = self.steps_taken
+        self._progress.applied(self.steps_taken)
 
     # --- the loop -----------------------------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ class Training:
         except BaseException:
             self._batches.forget()
             raise
-        self._progress.moved(self.steps_taken, self._trained.is_finite)
+        self._progress.look(self._trained.is_finite)
         if self.finished:
             self._batches.forget()  # workers that nobody ends are waited for when Python ends
         return self.steps_taken
