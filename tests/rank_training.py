@@ -1,6 +1,7 @@
 """Training runs on some ranks: `rank_training.py FOLDER RANKS NAME:KIND[:UNTIL] ... [RANKS ...]`.
 
-KIND is ddp or fsdp, or one of these with "-two": with two bands. Each run leaves its final weights in FOLDER/NAME, and how many micro-batches each rank had in each
+KIND is ddp or fsdp, or one of these with "-two": with two bands.
+Each run leaves its final weights in FOLDER/NAME, and how many micro-batches each rank had in each
 step. With UNTIL it stops after so many steps; started again under the same name, it goes on.
 """
 
@@ -35,8 +36,8 @@ def make(kind, folder=None, run_id=RUN_ID, **options):
             fully_shard(layer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     options = {
-        "clip_norm": 0.5, "key": Key(bytes(32)), "micro_batch": 2, "folder": folder, "verify": not kind.startswith("one"),
-        **options,
+        "clip_norm": 0.5, "key": Key(bytes(32)), "micro_batch": 2, "folder": folder,
+        "verify": not kind.startswith("one"), **options,
     }  # fmt: skip
     with same_run(run_id):
         return Training(model, losses, optimizer, small_data(403), plan, **options)

@@ -142,6 +142,11 @@ def dropped_out(m, x):
     return m.last(m.first(x) + functional.dropout(m.pos[:, :1], 0.0, True))
 
 
+def broadcast_with_examples(m, x):
+    mean, scale = torch.broadcast_tensors(m.first(x), m.gamma.exp())
+    return torch.distributions.Normal(mean, m.gamma.exp()).log_prob(m.last(x)[..., :1]) * scale
+
+
 def in_place(m, x):
     x = m.first(x).clone()
     x += m.gamma
@@ -166,7 +171,7 @@ WAYS = [
     scale_of_raw_inputs, mask_token, mask_of_numbers, matrix, matrix_of_vectors, queries,
     queries_through_a_layer_before_rows, bias_of_pairs, through_a_list, normalized, normalizing_function,
     group_normalizing_function, einsum, half_used, of_the_type_of_examples, examples_of_the_type_of_a_parameter,
-    distances, dropped_out, in_place, under_checkpointing,
+    distances, dropped_out, broadcast_with_examples, in_place, under_checkpointing,
 ]  # fmt: skip
 
 
@@ -245,6 +250,55 @@ def test_positions_given_once_train_even_if_there_are_as_many_as_examples(how, e
     torch.manual_seed(0)
     tokens = torch.randint(0, 7, (examples, T))
     assert_clipped_as_single_examples(Positions(HOWS[how]), losses, tokens, tokens.split(1))
+
+
+class Table(nn.Embedding):
+    """As in BART: it is given the words of a batch, or places, and gives positions, once for all."""
+
+    def __init__(self, adds_dimension):
+        super().__init__(T + 2, D)
+        self.adds_dimension = adds_dimension
+
+    def forward(self, tokens, places=None):
+        places = torch.arange(tokens.shape[1]) if places is None else places
+        found = super().forward(places + 2)
+        return found[None] if self.adds_dimension and found.ndim == 2 else found
+
+
+@pytest.mark.parametrize("examples", [T, T + 1, 5, 1])
+@pytest.mark.parametrize("given", [None, torch.arange(T), torch.arange(T)[None]], ids=["words", "places", "a row"])
+@pytest.mark.parametrize("adds_dimension", [False, True])
+def test_positions_that_a_table_makes_for_a_batch_train(adds_dimension, given, examples):
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 7, (examples, T))
+    model = Positions(lambda m, x, places: m.project(x))
+    model.table = Table(adds_dimension)
+
+    def placed(model, tokens):
+        return score(model.project(model.embed(tokens)) + model.table(tokens, given))
+
+    assert_clipped_as_single_examples(model, placed, tokens, tokens.split(1))
+
+
+class Scales(nn.Module):
+    """Scales in a frozen network, whose every layer has what came before it twice."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(D, D) for _ in range(layers)).requires_grad_(False)
+        self.scales = nn.ParameterList(parameter(D) for _ in range(layers))
+
+    def forward(self, x):
+        for layer, scale in zip(self.layers, self.scales, strict=True):
+            x = x + (layer(x) * scale).tanh()
+        return x
+
+
+def test_what_parameters_have_in_common_is_computed_once():
+    """It was computed anew at each use: a layer more took twice the time."""
+    torch.manual_seed(0)
+    x = torch.randn(B, T, D)
+    assert_clipped_as_single_examples(Scales(24), losses, x, x.split(1))
 
 
 @pytest.mark.parametrize("examples", [T, T + 1, 1])

@@ -138,8 +138,29 @@ def test_what_book_keeping_would_do_slowly_is_clipped_in_a_faster_way():
     case = cases.Case(cases.Tuned(), cases.prompted, cases.vectors())
     found = report(case)
     assert (found.ok, found.clipping) == (True, "vmap")
-    assert "every example would cost a pass over all" in found.notes[-1].reason
+    assert "would need a pass over the whole batch for each example" in found.notes[-1].reason
     assert report(case, clipping="bookkeeping").ok
+
+
+class Chosen(cases.Tuned):
+    """Torch.func cannot follow it."""
+
+    def forward(self, words):
+        found = super().forward(words)
+        return torch.stack([row * (2 if word.item() > 1 else 1) for row, word in zip(found, words, strict=True)])
+
+
+def test_where_torch_func_cannot_be_faster_examples_are_taken_one_by_one():
+    found = report(cases.Case(Chosen(), cases.prompted, cases.vectors()))
+    assert (found.ok, found.clipping) == (True, "one-by-one")
+    assert re.search("book-keeping .*a pass over the whole batch.* neither does 'vmap' .*item", found.notes[-1].reason)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_draws_beside_a_parameter_do_not_pass_by_luck(seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(cases.net(out=6), cases.Drawing(0.95), cases.net())
+    assert report(cases.Case(model, cases.each, cases.vectors())).clipping == "vmap"
 
 
 # --- legitimate programs ----------------------------------------------------------------------------------

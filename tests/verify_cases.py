@@ -355,6 +355,23 @@ class Gated(nn.Module):
         return self.head(x + self.gate(x) * self.branch(x - x.mean(0) if self.mixes else x))
 
 
+class Delayed(nn.Module):
+    """Keeps the largest gradient so far, as scales of low precision do."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.out = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x):
+        hidden = self.inner(x)
+        hidden.register_hook(self.keep)
+        return self.out(hidden.tanh())
+
+    def keep(self, gradient):
+        self.largest.copy_(torch.maximum(self.largest, gradient.abs().max()))
+
+
 class Measuring(nn.Module):
     """Keeps what it has seen of sizes, some of it from nothing."""
 
@@ -427,6 +444,7 @@ def wrong():
         "queue in an attribute": Case(Queue(False), each, vectors(), names="a queue, a memory bank"),
         "behind a closed gate": Case(Gated(True), each, vectors(), names="'inner' and it mixes the examples"),
         "a mean in an attribute": Case(Counted(True), each, vectors(), names="'number' changes in the forward pass"),
+        "largest gradient": Case(Delayed(), each, vectors(), names="'largest' changes in the backward pass"),
         "max_norm": Case(
             max_norm,
             lambda m, b: functional.cross_entropy(m(b[1]), b[1], reduction="none"),
@@ -452,6 +470,17 @@ class Branching(Tied):
 
     def forward(self, x):
         return super().forward(x) * (2 if x.sum().item() > 0 else 1)
+
+
+class Drawing(nn.Module):
+    """A scale and what is drawn, in one module; a second call would draw other numbers."""
+
+    def __init__(self, kept):
+        super().__init__()
+        self.scale, self.kept = nn.Parameter(torch.ones(6)), kept
+
+    def forward(self, x):
+        return x * self.scale * (torch.rand(len(x), 1) < self.kept) / self.kept
 
 
 class Filtered(nn.Module):
@@ -500,6 +529,10 @@ def not_recorded():
         "a way that depends on the data": (Case(Branching(), each, vectors(), names="'embed.weight'"), "one-by-one"),
         "complex values behind a head of zeros": (Case(Filtered(), each, vectors(), names="becomes complex"), "vmap"),
         "gradient penalty": (Case(net(), gradient_penalty, vectors(), names="differentiate a gradient"), "one-by-one"),
+        "draws beside a parameter": (
+            Case(nn.Sequential(net(out=6), Drawing(1.0), net()), each, vectors(), names="draws random numbers and has"),
+            "vmap",
+        ),
     }
 
 

@@ -66,7 +66,7 @@ def _logits(outputs: Any) -> Tensor:
 
 
 def _next_tokens(outputs: Any, labels: Tensor, *, label_smoothing: float) -> Tensor:
-    logits = _logits(outputs)
+    logits = _logits(outputs)[:, -labels.shape[1] :]  # learned prompts come before the words
     return losses.classification(logits[:, :-1], labels[:, 1:], label_smoothing=label_smoothing)
 
 

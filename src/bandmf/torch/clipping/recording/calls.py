@@ -19,6 +19,7 @@ from bandmf.randomness import generators
 if TYPE_CHECKING:
     from bandmf.torch.clipping.recording.recorder import Layer
 
+OUTPUT = "output"  # a path, as those of arguments are
 Seen = dict[tuple["Layer", str], list[tuple[tuple[int, ...], int]]]  # call by call: shape, and how many rows there were
 
 
@@ -69,10 +70,11 @@ class Calls:
         finally:
             self._seen = None
 
-    def see(self, layer: Layer, args: Any, kwargs: Any, count: int) -> None:
+    def see(self, layer: Layer, args: Any, kwargs: Any, output: Any, count: int) -> None:
         """A call that is not recorded."""
         assert self._seen is not None
-        for path, tensor in tensors_of(args, kwargs):
+        outputs = [(OUTPUT, output)] if isinstance(output, Tensor) else []
+        for path, tensor in (*tensors_of(args, kwargs), *outputs):
             self._seen.setdefault((layer, path), []).append((tuple(tensor.shape), count))
 
     def has_rows(self, layer: Layer, path: str, dimension: int) -> bool | None:

@@ -44,7 +44,6 @@ class Call:
         self.tensors = [tensor.detach() for tensor in self.given]
         self._versions = [tensor._version for tensor in self.tensors]
         self._cut = [self._is_cut(*each) for each in zip(known, self.tensors, strict=True)]
-        self._is_known = all(each is not None for each in known)
         self._sure = self._agrees(known) or self._is_sure()
         if any(isinstance(leaf, Iterator) for leaf in self._leaves):
             raise self._refusal("is given an iterator, which cannot be read a second time; give it a list")
@@ -61,7 +60,7 @@ class Call:
     def _agrees(self, known: Sequence[bool | None]) -> bool:
         """Whether the shapes are as in the calls that it is known from: a mask may be rows once, and a table later."""
         lengths = [self._length(tensor) for tensor in self.tensors]
-        return self._is_known and all(
+        return None not in known and all(
             length == 1 or has_rows == (length == self._rows) for length, has_rows in zip(lengths, known, strict=True)
         )
 
@@ -151,7 +150,7 @@ class Call:
 
         dims = [batch if single else None for single in cut]
         try:
-            each = vmap(grad(loss), in_dims=(None, dims, batch), randomness="same")
+            each = vmap(grad(loss), in_dims=(None, dims, batch))
             return each(back.parameters, list(back.saved), back.gradient)
         except RuntimeError:  # a layer whose way depends on the data, say: it takes one example at a time
             return _one_by_one(grad(loss), back, dims, batch)
@@ -164,8 +163,7 @@ class Call:
     def _check_sum(self, cut: list[bool], back: _Backward, found: dict[str, Tensor]) -> None:
         """Fail unless the gradients of the examples add up to that of the batch, where nothing is cut.
 
-        Each counts about as much, so that a large one hides nothing of the others. Layers that draw random numbers,
-        others each time, cannot be checked like this: what is known of their inputs counts, and nothing is guessed.
+        Each counts about as much, so that a large one hides nothing of the others.
         """
         batch, norms = self.layer.batch, _norms(found)
         kept = (norms.isfinite() & (norms > 0)).nonzero().flatten()  # the rest adds nothing, or is left out
@@ -178,12 +176,7 @@ class Call:
         ]
         gradient = back.gradient.index_select(batch, kept).movedim(batch, -1)
         gradient = (gradient * weights.to(gradient.dtype)).movedim(-1, batch)
-        before = random_state(gradient)
         whole = self._whole(back, inputs, gradient)
-        if not torch.equal(before, random_state(gradient)):
-            if self._is_known:
-                return
-            raise self._refusal(f"draws random numbers, and it is not clear which of its inputs are rows; {_REMEDY}")
         off = {
             name: torch.einsum("i,i...->...", weights.to(each.dtype), each[kept]) - whole[name]
             for name, each in found.items()
@@ -213,6 +206,14 @@ def changed(layer: Layer) -> RuntimeError:
     return RuntimeError(
         f"{layer.path!r} changes its input in place, so its gradients cannot be found afterwards; write x = x + y, "
         "not x += y, and leave inplace=True out"
+    )
+
+
+def drawn(layer: Layer) -> UnsupportedError:
+    """The error for a layer that would draw other numbers for its examples, one at a time, than it has."""
+    return UnsupportedError(
+        f"{layer.path!r} draws random numbers and has parameters, but no rule: single examples would get others; draw "
+        "them in a module without parameters (nn.Dropout, stochastic depth), or use clipping='vmap'"
     )
 
 

@@ -15,8 +15,8 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from bandmf.torch.clipping.contributions.totals import Described
-from bandmf.torch.clipping.recording.calls import argument, tensors_of
-from bandmf.torch.clipping.recording.fallback import changed
+from bandmf.torch.clipping.recording.calls import OUTPUT, argument, tensors_of
+from bandmf.torch.clipping.recording.fallback import changed, drawn, random_state
 from bandmf.torch.clipping.recording.notes import ANCHOR
 from bandmf.torch.clipping.recording.recorder import Layer, Recorder
 from bandmf.torch.clipping.recording.shared import Shared, Source, by_layer, of_examples, of_source, rows_of
@@ -35,8 +35,9 @@ class Recorded:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         recorder = self.recorder
         if recorder.calls.is_looking:
-            recorder.calls.see(self.layer, args, kwargs, recorder.count(owners()))
-            return self.own(*args, **kwargs)
+            output = self.own(*args, **kwargs)
+            recorder.calls.see(self.layer, args, kwargs, output, recorder.count(owners()))
+            return output
         if recorder.is_silent or not torch.is_grad_enabled():
             return self.own(*args, **kwargs)
         given = [*args, *kwargs.values()]
@@ -132,10 +133,24 @@ class Recorded:
         if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
             return by_layer(self.layer, self.recorder, args, kwargs)
         call = self.recorder.call(self.layer, args, kwargs)
+        before = random_state(call.given[0])
         with self.recorder.silent():
             output = self._run(args, kwargs)
+        if not torch.equal(before, random_state(call.given[0])):
+            raise drawn(self.layer)
         call.check_unchanged()
+        if not any(given.requires_grad for given in call.given) and self._is_once(output):
+            return by_layer(self.layer, self.recorder, args, kwargs)
         return self.recorder.note_unit(call, output)
+
+    def _is_once(self, output: Any) -> bool:
+        """Whether all examples share what a layer gives, as positions made for a batch of numbers are."""
+        whose, batch = owners(), self.layer.batch
+        if not isinstance(output, Tensor) or (whose is not None and whose.dimensions > 1):
+            return False
+        if output.ndim > batch and output.shape[batch] == 1 < self.recorder.count(whose):
+            return True
+        return self.recorder.calls.has_rows(self.layer, OUTPUT, batch) is False
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         """The layer's own `forward`, whose parameters get no gradients."""

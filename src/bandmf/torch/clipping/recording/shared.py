@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from bandmf.torch.clipping.recording.fallback import random_state
-from bandmf.torch.clipping.recording.sources import Node, Recipe, Source, described, expanded
+from bandmf.torch.clipping.recording.sources import Node, Recipe, Source, Values, described, expanded
 from bandmf.torch.clipping.rows import owners
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ _POINTWISE = {
     *("rsub", "radd", "rmul", "rdiv", "rtruediv", "truediv", "rpow", "maximum", "minimum", "masked_fill"),
     *("addcdiv", "logaddexp", "atan2", "hypot", "fmod", "copysign", "iadd", "isub", "imul", "itruediv"),
     *("to", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone", "neg", "exp", "tanh", "sigmoid"),
+    "broadcast_tensors",
 }  # fmt: skip
 _CAT = {"cat", "concat", "concatenate", "stack", "hstack"}
 _REPEATS = {"expand", "expand_as", "repeat", "tile", "broadcast_to"}
@@ -42,8 +43,8 @@ _NORMALIZING: dict[str, Callable[..., Tensor]] = {
 _BY_ROW = {"baddbmm", "cdist", "pairwise_distance", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
 _DROPOUT = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout"}
 _NOT_ROWS = (
-    "meets tensors whose first dimension does not count the examples (if it is time, give them the examples first: "
-    "batch_first=True, or transpose)"
+    "meets tensors whose first dimension does not count the examples (say whose their rows are, with "
+    "bandmf.torch.rows; if it is time, give them the examples first: batch_first=True, or transpose)"
 )
 
 
@@ -262,12 +263,14 @@ def derive(call: Callable[[list[Any]], Any], leaves: Sequence[Any]) -> Any:
         raise first.fail("is used by an operation that draws random numbers")
     constants = [None if n in nodes else _finite(leaf) for n, leaf in enumerate(leaves)]
 
-    def recipe(number: int) -> Recipe:
-        def compute(given: dict[Source, Tensor]) -> Tensor:
+    def again(given: Values) -> list[Any]:
+        if again not in given.computed:
             now = [nodes[n].recipe(given) if n in nodes else constant for n, constant in enumerate(constants)]
-            return pytree.tree_leaves(call(now))[number]
+            given.computed[again] = pytree.tree_leaves(call(now))
+        return given.computed[again]
 
-        return compute
+    def recipe(number: int) -> Recipe:
+        return lambda given: again(given)[number]
 
     if any(isinstance(each, Tensor) and each.is_complex() for each in output):
         raise first.fail("becomes complex")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,15 @@ class Source:
     describe: Callable[[Tensor], Described]  # from gradients (rows, *shape) of single rows
 
 
-Recipe = Callable[[dict[Source, Tensor]], Tensor]
+class Values(dict[Source, Tensor]):
+    """Of sources, with what was computed of them: many recipes have parts in common."""
+
+    def __init__(self, pairs: Iterable[tuple[Source, Tensor]]) -> None:
+        super().__init__(pairs)
+        self.computed: dict[object, list[Any]] = {}
+
+
+Recipe = Callable[[Values], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +55,7 @@ def described(node: Node, gradients: Tensor, every: bool) -> list[Described]:
     given = [source.value for source in node.sources]
 
     def compute(*values: Tensor) -> Tensor:
-        return node.recipe(dict(zip(node.sources, values, strict=True)))
+        return node.recipe(Values(zip(node.sources, values, strict=True)))
 
     output, pull, *_ = vjp(compute, *given)
     gradients = gradients.to(output.dtype)
@@ -71,7 +79,7 @@ def _spreads(gradients: Tensor, found: Sequence[Tensor]) -> bool:
 
 
 def expanded(recipe: Recipe, rows: int) -> Recipe:
-    def compute(given: dict[Source, Tensor]) -> Tensor:
+    def compute(given: Values) -> Tensor:
         once = recipe(given)
         return once.expand(rows, *once.shape[1:])
 

@@ -6,7 +6,7 @@ becomes a note, never a problem.
 - The other rows have no gradient: exact for all that is differentiable, whatever is drawn.
 - Alone as in company: an example has the same loss and gradient alone, elsewhere and beside others, for what has no
   gradient. Random draws are made a function of the example for this.
-- Nothing changes by looking: buffers and weights do not follow the data.
+- Nothing changes by looking: buffers and weights do not follow the data, forward or backward.
 - Clipping finds, for one of several examples, what autograd finds for it alone.
 - Where weights are reached and have no gradient, all of this once more, with other weights in place of zeros.
 
@@ -67,11 +67,14 @@ def verify(
     _check.whole("len(examples)", len(examples), 2, _MOST)
     given = model, losses, examples, collate or default_collate
     report, why = _report(*given, clipping)
-    others = () if clipping != "auto" or why is None else ("vmap",) if report.ok else ("vmap", "one-by-one")
-    for mode in others:
+    if clipping != "auto" or why is None:
+        return report
+    tried = [why]
+    for mode in ("vmap", "one-by-one"):
         other, _ = _report(*given, mode)
-        if why is not None and other.ok:
-            return replace(other, notes=(*other.notes, sentences.other_clipping(mode, why)))
+        if other.ok:
+            return replace(other, notes=(*other.notes, sentences.other_clipping(mode, tried)))
+        tried += other.problems[:1]
     return report
 
 
@@ -104,7 +107,7 @@ def _look(passes: Passes, clipping: str) -> _Found:
     if problems or alone is None:
         return _Found(problems, notes)
     summed = _sums(passes, clipping, alone)
-    why = summed.problems[0] if summed.problems else sentences.slow() if summed.is_slow else None
+    why = summed.problems[0] if summed.problems else sentences.SLOW if summed.is_slow else None
     return _Found(summed.problems, [*notes, *summed.notes], why, _hides(alone.alone.values()))
 
 
@@ -136,38 +139,48 @@ def _looked_at(passes: Passes) -> tuple[list[Finding], list[Finding], Compared |
     tried = set(range(min(_COMPARED, passes.count)))
     orders = (list(range(passes.count)), [*reversed(range(passes.count)), 0])  # one may happen to be sorted
     full = passes(orders[0], tracked=True)
-    changed = [passes.start.changes()]
+    changed, changed_backward = [passes.start.changes()], []
     try:
-        judged = judge(passes, full, range(passes.count), tried)
+        first = judge(passes, full, [0], tried)
+        changed_backward.append(passes.start.changes())
+        judged = judge(passes, full, range(1, passes.count), tried)
+        judged = Judged(first.leak or judged.leak, first.gradients | judged.gradients)
         other = passes(orders[1], tracked=True)
         changed.append(passes.start.changes())
         leak = judged.leak or judge(passes, other, [0]).leak
+        changed_backward.append(passes.start.changes())
     except RuntimeError as error:  # of reentrant checkpoints
         judged, leak, tried = Judged(None, {}), None, set()
         other = passes(orders[1])
-        changed = [changed[0], passes.start.changes()]
+        changed, changed_backward = [changed[0], passes.start.changes()], []
         notes.append(sentences.not_judged(error))
-    problems = list(_changes(passes, *changed))
+    problems = list(_changes(passes, changed, changed_backward))
     if leak is not None:
         return [*problems, leak], notes, None
     found = compare(passes, full, other, judged.gradients, tried)
     notes += found.notes
     problems += found.problems
     if any(isinstance(each, DTensor) for each in passes.trained.values()):
-        return problems, [*notes, sentences.not_whole()], None
+        return problems, [*notes, sentences.NOT_WHOLE], None
     return problems, notes, found if tried else None
 
 
-def _changes(passes: Passes, *several: dict[str, Tensor | None]) -> Iterator[Finding]:
-    """After two different batches: a counter is the same after both, a statistic of the data is not."""
+Changes = list[dict[str, Tensor | None]]  # after each of two different batches
+
+
+def _changes(passes: Passes, forward: Changes, backward: Changes) -> Iterator[Finding]:
+    """A counter is the same after two different batches, a statistic of the data is not."""
     buffers = {name for name, _ in passes.model.named_buffers()}
-    for name in sorted(set(passes.changed_by_copies).union(*several)):
-        one, other = (passes.start.after(each, name) for each in several)
+    for name in sorted(set(passes.changed_by_copies).union(*forward, *backward)):
+        one, other = (passes.start.after(each, name) for each in forward)
         # A maximum of the data, or what was seen of it, shows beside a batch of copies; a table grows with its texts.
         copies = passes.start.after(passes.changed_by_copies, name)
         has_grown = None in (one, copies) or one.shape != copies.shape  # type: ignore[union-attr]
-        if not same_bits(one, other) or not (has_grown or same_bits(one, copies)):
-            yield sentences.changed(name, name in buffers or name not in dict(passes.model.named_parameters()))
+        in_forward = not same_bits(one, other) or not (has_grown or same_bits(one, copies))
+        in_backward = bool(backward) and not same_bits(*(passes.start.after(each, name) for each in backward))
+        if in_forward or in_backward:
+            is_buffer = name in buffers or name not in dict(passes.model.named_parameters())
+            yield sentences.changed(name, is_buffer, "forward" if in_forward else "backward")
 
 
 def _sums(passes: Passes, clipping: str, found: Compared) -> Compared:
@@ -187,7 +200,7 @@ def _sums(passes: Passes, clipping: str, found: Compared) -> Compared:
     if not differ:
         return Compared(is_slow=is_slow)
     if found.notes or draws.shapes != passes(members).draws.shapes:
-        return Compared([], [sentences.not_summed()], is_slow=is_slow)
+        return Compared([], [sentences.NOT_SUMMED], is_slow=is_slow)
     lost = [name for name in differ if not bool(sums[name].any())]
     return Compared([sentences.lost(n) if n in lost else sentences.other_sum(n) for n in differ])
 

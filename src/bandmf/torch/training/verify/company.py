@@ -50,7 +50,7 @@ def compare(passes: Passes, full: Pass, other: Pass, gradients: dict[int, Gradie
             break  # nothing is drawn: another style changes nothing
     assert first is not None
     if passes.unassigned:
-        return Compared([], [sentences.not_compared()], first.alone)
+        return Compared([], [sentences.NOT_COMPARED], first.alone)
     return first
 
 
@@ -73,7 +73,7 @@ def _compare(
     elsewhere = other.losses[: passes.count].detach().double().flip(0)
     scale = torch.nan_to_num(values.abs(), nan=0.0, posinf=0.0).max()
     if float(scale) < _LOSS * _SMALL:
-        found.notes.append(sentences.nothing_to_compare())
+        found.notes.append(sentences.NOTHING_TO_COMPARE)
     for company in (together, elsewhere):
         for example in range(passes.count):
             if _differs(values[example], company[example], scale, passes.is_half):
@@ -121,18 +121,18 @@ def _cause(passes: Passes, example: int, alone: Tensor, company: Tensor, style: 
 
     again = passes.alone(example, style)
     if differs(again):
-        return sentences.remembers()
+        return sentences.REMEMBERS
     every = passes(range(passes.count), style)
     if _collated_otherwise(again.batch, every.batch, example, passes):
-        return sentences.collated()
+        return sentences.COLLATED
     if bool(company == 0) and not bool(alone == 0):
-        return sentences.selected()
+        return sentences.SELECTED
     twice = passes([example] * (2 * passes.smallest), style)
     if differs(twice) and not _differs(alone, 2 * twice.losses[0].double(), torch.tensor(scale), passes.is_half):
-        return sentences.counted()
+        return sentences.COUNTED
     if any(a.shape[1:] != b.shape[1:] for a, b in zip(again.batch, every.batch, strict=False)):
-        return sentences.padded()
-    return sentences.scaled()
+        return sentences.PADDED
+    return sentences.SCALED
 
 
 def _collated_otherwise(alone: list[Tensor], company: list[Tensor], example: int, passes: Passes) -> bool:

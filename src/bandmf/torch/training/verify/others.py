@@ -78,7 +78,7 @@ def _leak(model: nn.Module, seen: list[Seen], reached: Tensor, place: int) -> Fi
         return sentences.other_order(seen[last].name)
     behind = next((each.name for each in seen[last + 1 :] if each.name != INPUT), None)
     if behind is None:
-        return sentences.in_losses()
+        return sentences.IN_LOSSES
     kind = type(model.get_submodule(behind)).__name__
     if all(seen[each].name == INPUT for each in leaky):
         return sentences.before_layers(behind)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from bandmf.torch.clipping.refusals import Finding
 
 CLIPPING = "clipping"  # what a finding is of that other ways of clipping may not have
+_LONGEST = 200  # of what an error says
 _CHANGES = "so one example changes what the others contribute"
 _OWN = "compute the loss of each example from that example alone"
 
@@ -14,13 +16,12 @@ _OWN = "compute the loss of each example from that example alone"
 # --- examples that depend on each other, by gradients -------------------------------------------------------
 
 
-def in_losses() -> Finding:
-    return Finding(
-        "losses",
-        "compares or adds up examples after the last layer (in-batch negatives as in SimCLR or CLIP, a dice or ranking "
-        f"loss over the whole batch, a mean over it), {_CHANGES}",
-        f"{_OWN}: contrast its own views, take dice by example, and reduction='none' in place of a mean",
-    )
+IN_LOSSES = Finding(
+    "losses",
+    "compares or adds up examples after the last layer (in-batch negatives as in SimCLR or CLIP, a dice or ranking "
+    f"loss over the whole batch, a mean over it), {_CHANGES}",
+    f"{_OWN}: contrast its own views, take dice by example, and reduction='none' in place of a mean",
+)
 
 
 def before_layers(layer: str) -> Finding:
@@ -44,8 +45,8 @@ def between(before: str, behind: str, kind: str) -> Finding:
 def other_order(layer: str) -> Finding:
     return Finding(
         layer,
-        "sees the batch in another order than the losses (sorted, shuffled or flipped), so what belongs to one "
-        "example would be clipped under two numbers",
+        "sees the batch in another order than the losses (sorted, shuffled or flipped), so the parts "
+        "of one example would be attributed to two",
         "keep the order of the batch, or call the layer inside bandmf.torch.rows(order)",
     )
 
@@ -63,56 +64,45 @@ def wrong_owners(layer: str) -> Finding:
 # --- examples that depend on each other, by numbers ---------------------------------------------------------
 
 
-def remembers() -> Finding:
-    return Finding(
-        "losses",
-        "gives an example another loss after other batches went through (a queue, a memory bank or a running average "
-        "outside the model's buffers, a count of passes), without noise",
-        "keep nothing of the data from one batch to the next, and set a count from training.steps_taken, in the loop",
-    )
+REMEMBERS = Finding(
+    "losses",
+    "gives an example another loss after other batches went through (a queue, a memory bank or a running average "
+    "outside the model's buffers, a count of passes), without noise",
+    "keep nothing of the data from one batch to the next, and set a count from training.steps_taken, in the loop",
+)
 
+COLLATED = Finding(
+    "collate",
+    f"gives an example other values beside others than alone (scaled or shuffled by the batch), {_CHANGES}",
+    "let each example's row depend on that example alone, but for padding behind its end",
+)
 
-def collated() -> Finding:
-    return Finding(
-        "collate",
-        f"gives an example other values beside others than alone (scaled or shuffled by the batch), {_CHANGES}",
-        "let each example's row depend on that example alone, but for padding behind its end",
-    )
+SELECTED = Finding(
+    "losses",
+    f"drops an example or keeps it by comparison with the others (top-k or hard examples of the batch), {_CHANGES}",
+    "choose by a fixed threshold on the example's own loss",
+)
 
+COUNTED = Finding(
+    "losses",
+    "divides by something counted over the whole batch (all tokens of a padded batch, the sum of class weights, "
+    f"the number of examples), {_CHANGES}",
+    "divide each example's loss by its own count of tokens, and give each example its own class weight "
+    "(bandmf.torch.losses does)",
+)
 
-def selected() -> Finding:
-    return Finding(
-        "losses",
-        f"drops an example or keeps it by comparison with the others (top-k or hard examples of the batch), {_CHANGES}",
-        "choose by a fixed threshold on the example's own loss",
-    )
+PADDED = Finding(
+    "losses",
+    f"changes with the padding that longer examples of the batch cause: padding counts, {_CHANGES}",
+    "mask what lies behind the end of an example in attention, in means and in the loss, or pad all to one length",
+)
 
-
-def counted() -> Finding:
-    return Finding(
-        "losses",
-        "divides by something counted over the whole batch (all tokens of a padded batch, the sum of class weights, "
-        f"the number of examples), {_CHANGES}",
-        "divide each example's loss by its own count of tokens, and give each example its own class weight "
-        "(bandmf.torch.losses does)",
-    )
-
-
-def padded() -> Finding:
-    return Finding(
-        "losses",
-        f"changes with the padding that longer examples of the batch cause: padding counts, {_CHANGES}",
-        "mask what lies behind the end of an example in attention, in means and in the loss, or pad all to one length",
-    )
-
-
-def scaled() -> Finding:
-    return Finding(
-        "losses",
-        "changes with the other examples, though no gradient passes between them (scaled by the maximum or a "
-        f"statistic of the whole batch, ranks, negatives or targets made of the others and detached), {_CHANGES}",
-        f"{_OWN}, or use public constants",
-    )
+SCALED = Finding(
+    "losses",
+    "changes with the other examples, though no gradient passes between them (scaled by the maximum or a "
+    f"statistic of the whole batch, ranks, negatives or targets made of the others and detached), {_CHANGES}",
+    f"{_OWN}, or use public constants",
+)
 
 
 def only_gradients(name: str) -> Finding:
@@ -127,7 +117,7 @@ def only_gradients(name: str) -> Finding:
 # --- the rest -----------------------------------------------------------------------------------------------
 
 
-def changed(name: str, is_buffer: bool) -> Finding:
+def changed(name: str, is_buffer: bool, when: str) -> Finding:
     what = (
         "(running statistics, a queue, a memory bank), without noise"
         if is_buffer
@@ -135,7 +125,7 @@ def changed(name: str, is_buffer: bool) -> Finding:
     )
     return Finding(
         name,
-        f"changes in the forward pass by the data of the batch {what}",
+        f"changes in the {when} pass by the data of the batch {what}",
         "keep it as it is while training (nn.GroupNorm in place of running statistics, no max_norm), or change it "
         "between steps, from the released weights",
         is_parameter=True,
@@ -155,8 +145,8 @@ def lost(name: str) -> Finding:
 def other_sum(name: str) -> Finding:
     return Finding(
         name,
-        "has another sum of gradients in clipping than single examples have in autograd (its rows are not the examples "
-        "in their order, or a hook depends on the whole batch)",
+        "has another gradient in clipping than in autograd (its rows are not the examples in their order, or a hook "
+        "depends on the whole batch)",
         "keep the examples in the first dimension and in order, or use bandmf.torch.rows or clipping='vmap'",
         is_parameter=True,
     )
@@ -169,58 +159,55 @@ def no_clipping(error: Exception) -> Finding:
 # --- notes --------------------------------------------------------------------------------------------------
 
 
-def other_clipping(mode: str, finding: Finding) -> Finding:
-    """`finding` is what keeps a model from book-keeping."""
+def other_clipping(mode: str, why: Sequence[Finding]) -> Finding:
+    """`why` says what keeps a model from book-keeping and, for "one-by-one", from "vmap"."""
     price = "memory for the gradient of every example" if mode == "vmap" else "a pass for each example"
-    why = finding.reason if finding.layer == CLIPPING else replace(finding, remedy="")
+    neither = f", and neither does 'vmap' ({_cause(why[1])})" if len(why) > 1 else ""
     return Finding(
         CLIPPING,
-        f"is {mode!r} here, which costs {price}: book-keeping does not suit this model ({why})",
-        finding.remedy or f"give clipping={mode!r} to choose that from the start",
+        f"is {mode!r} here, which costs {price}: book-keeping does not suit this model ({_cause(why[0])}){neither}",
+        why[0].remedy or f"give clipping={mode!r} to choose that from the start",
     )
 
 
-def slow() -> Finding:
-    return Finding(
-        CLIPPING,
-        "parameters meet examples only in whole numbers or in what frozen layers make of them, and every example would "
-        "cost a pass over all",
-    )
+def _cause(finding: Finding) -> str:
+    """Without its remedy, which has been found: messages of errors have it behind a semicolon."""
+    first, *_ = finding.reason.partition("; ")
+    first = " ".join(first.removeprefix("fails on these examples: ").split())[:_LONGEST]
+    return first if finding.layer == CLIPPING else str(replace(finding, reason=first, remedy=""))
+
+
+SLOW = Finding(
+    CLIPPING,
+    "would need a pass over the whole batch for each example, as examples reach the trained parameters only as whole "
+    "numbers or through frozen layers",
+)
 
 
 def hidden(name: str) -> Finding:
     return Finding(
         name,
-        "gets no gradient from the examples that were tried (a gate that is closed, units that are dead), so what "
-        "leads to it was not looked at",
+        "gets no gradient from the examples that were tried (a gate that is closed, units that are dead), so the "
+        "layers before it could not be checked",
         is_parameter=True,
     )
 
 
-def not_compared() -> Finding:
-    return Finding(
-        "losses",
-        "was not compared alone and in company: it draws random numbers that cannot be assigned to examples",
-        "draw with torch, a row for each example, to have it compared",
-    )
+NOT_COMPARED = Finding(
+    "losses",
+    "was not compared alone and in company: it draws random numbers that cannot be assigned to examples",
+    "draw with torch, a row for each example, to have it compared",
+)
 
-
-def not_summed() -> Finding:
-    return Finding(CLIPPING, "was not compared with autograd, as it draws other random numbers, or in another order")
-
-
-def not_whole() -> Finding:
-    return Finding(CLIPPING, "was not compared with autograd: each rank has a shard of the gradients", "")
+NOT_SUMMED = Finding(CLIPPING, "was not compared with autograd, as it draws other random numbers, or in another order")
+NOT_WHOLE = Finding(CLIPPING, "was not compared with autograd: each rank has a shard of the gradients")
+NOTHING_TO_COMPARE = Finding(
+    "losses", "is not finite, or as small as rounding, for these examples: nothing was compared", "try others"
+)
 
 
 def not_judged(error: Exception) -> Finding:
-    return Finding("losses", f"was not back-propagated one example at a time ({error})", "")
-
-
-def nothing_to_compare() -> Finding:
-    return Finding(
-        "losses", "is not finite, or as small as rounding, for these examples: nothing was compared", "try others"
-    )
+    return Finding("losses", f"was not back-propagated one example at a time ({error})")
 
 
 def not_alone(error: Exception) -> Finding:
