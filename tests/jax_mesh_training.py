@@ -227,7 +227,7 @@ def devices_that_disagree(plan, mesh, rows):
     """Each device has a sum of its own, and one noise would be put on all of them."""
     flat = Mesh(np.array(jax.devices()), ("data",))
     run = open_run(plan, NamedSharding(flat, P()))
-    with pytest.raises(ValueError, match="devices have different weights"):
+    with pytest.raises(ValueError, match="devices have different ones"):
         run.init(unequal(flat))
     assert run.spent() == 0
     print("devices that disagree holds", flush=True)
@@ -251,7 +251,7 @@ def two(folder, rank, port):
     run.close()
     own_sums_are_refused(plan, rank)
     flat = Mesh(np.array(jax.devices()), ("data",))
-    with pytest.raises(ValueError, match="devices have different weights"):
+    with pytest.raises(ValueError, match="devices have different ones"):
         trained(open_run(plan, NamedSharding(flat, P())), unequal(flat))
     print("one process disagrees holds", flush=True)
 

@@ -262,8 +262,10 @@ def test_a_sum_that_is_not_finite_releases_nothing(tmp_path):
 def test_half_precision_weights_are_summed_in_full():
     training = private_run(simple_plan(), dtype=torch.bfloat16)
     assert {view.dtype for view in training._stepper.sums.views.values()} == {torch.float32}
-    train(training, until=3)
+    train(training, until=1)
     assert {p.dtype for p in training.model.parameters()} == {torch.bfloat16}
+    exact = train(private_run(simple_plan(), dtype=torch.float32), until=1)
+    torch.testing.assert_close(weights(training.model).float(), weights(exact.model), rtol=2**-7, atol=2**-9)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import accelerate.data_loader
 import pytest
+import torch
+from torch.utils import data as torch_data
 
-torch = pytest.importorskip("torch")
-from torch.utils import data as torch_data  # noqa: E402
-
-import bandmf.torch  # noqa: E402
-from training import simple_plan, small_data, small_model  # noqa: E402
+import bandmf.torch
+from training import same_run, simple_plan, small_data, small_model, train, weights
 
 ROWS = list(range(300))  # the other 100 are held out
 
@@ -45,10 +45,11 @@ def losses(model, batch):
     return torch.nn.functional.cross_entropy(model(x), y, reduction="none")
 
 
-def run_of(loader, **changes):
+def run_of(loader, key=None, **changes):
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return bandmf.torch.Training(model, losses, optimizer, loader, simple_plan(**changes), clip_norm=1.0, verify=False)
+    plan = simple_plan(**changes)
+    return bandmf.torch.Training(model, losses, optimizer, loader, plan, clip_norm=1.0, key=key, verify=False)
 
 
 @pytest.mark.parametrize("name", LOADERS)
@@ -66,29 +67,36 @@ def test_a_loader_of_ready_made_batches_is_refused():
 
 
 def test_the_remedy_trains_on_the_chosen_rows_alone():
-    """Held-out rows are NaN: any contact with one would show."""
+    """Held-out rows are NaN: any contact with one would be counted."""
     inputs, labels = small_data().tensors
     inputs[300:] = float("nan")
     subset = torch_data.Subset(torch_data.TensorDataset(inputs, labels), ROWS)
     training = run_of(torch_data.DataLoader(subset, batch_size=7, shuffle=True), examples=300)
     assert len(list(training)) == training.plan.steps
-    assert all(torch.isfinite(parameter).all() for parameter in training.model.parameters())
+    assert training.non_finite_examples() == 0
 
 
-@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"shuffle": True, "drop_last": True}])
-def test_a_loader_over_all_rows_is_taken(options):
-    training = run_of(torch_data.DataLoader(small_data(), batch_size=32, **options))
-    assert len(list(training)) == training.plan.steps
+def of_accelerate(data):
+    """As it prepares a loader on one of two processes, with a seed for its order."""
+    rows = accelerate.data_loader.SeedableRandomSampler(data)
+    return accelerate.data_loader.BatchSamplerShard(torch_data.BatchSampler(rows, 32, False), 2, 0)
 
 
-def test_all_rows_in_random_order_by_an_explicit_sampler_are_taken():
+# Torch's DistributedSampler would have shared the rows among ranks; the plan's batches are shared as well.
+WHOLE = {
+    "in order": lambda data: {"batch_size": 32},
+    "shuffled": lambda data: {"batch_size": 32, "shuffle": True},
+    "drop_last": lambda data: {"batch_size": 32, "shuffle": True, "drop_last": True},
+    "random sampler": lambda data: {"sampler": torch_data.RandomSampler(data, num_samples=400)},
+    "for ranks": lambda data: {"sampler": torch_data.DistributedSampler(data, num_replicas=2, rank=0)},
+    "accelerate": lambda data: {"batch_sampler": of_accelerate(data)},
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_loader_over_all_rows_trains_as_its_data_set_does(name):
     data = small_data()
-    loader = torch_data.DataLoader(data, sampler=torch_data.RandomSampler(data, num_samples=400))
-    assert len(list(run_of(loader))) == simple_plan().steps
-
-
-def test_a_sampler_that_shares_rows_among_ranks_is_taken():
-    """Torch's DistributedSampler would have shared all rows among the ranks; the plan's batches are shared as well."""
-    data = small_data()
-    loader = torch_data.DataLoader(data, sampler=torch_data.DistributedSampler(data, num_replicas=2, rank=0))
-    assert len(list(run_of(loader))) == simple_plan().steps
+    loaders = data, torch_data.DataLoader(data, **WHOLE[name](data))
+    with same_run():
+        bare, loaded = (run_of(each, key=bandmf.Key(bytes(32))) for each in loaders)
+    assert torch.equal(weights(train(bare).model), weights(train(loaded).model))

@@ -32,9 +32,9 @@ def check_real(weights: Any) -> None:
 
 def check_no_function(tree: Any, name: str) -> None:
     for leaf in jax.tree.leaves(tree):
-        if callable(leaf):
+        if callable(leaf) or isinstance(leaf, str | bytes):
             raise _check.fail(
-                name, type(leaf).__name__, "must be a tree of arrays, and has a function in it",
+                name, type(leaf).__name__, "must be a tree of arrays, and has a function or a text in it",
                 "split it off, and bind it: functools.partial (with Equinox, eqx.partition(model, "
                 "eqx.is_inexact_array), and eqx.combine in the loss)",
             )  # fmt: skip

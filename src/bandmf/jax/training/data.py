@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bandmf import _check
 from bandmf.jax.noise.sharding import axes_of
@@ -115,6 +115,13 @@ def checked_sharding(sharding: Any) -> NamedSharding:
             "axes of a mesh rows are cut", 'use NamedSharding(mesh, PartitionSpec("data"))',
         )  # fmt: skip
     return sharding
+
+
+def mesh_of(sharding: NamedSharding) -> Mesh:
+    """The devices over which the noise is spread."""
+    if not isinstance(sharding.mesh, Mesh):
+        raise _check.fail("sharding", type(sharding.mesh).__name__, "has no devices", "give a jax.sharding.Mesh")
+    return sharding.mesh
 
 
 def _shares(sharding: NamedSharding) -> int:

@@ -89,7 +89,16 @@ class Programs:
     def check_advance(self, total: Any, held: Held, noise_key: Array) -> None:
         """An optimizer that cannot be traced or compiled fails here, before anything is released."""
         if not self._is_checked:
-            self.advance.lower(total, held, noise_key).compile()
+            try:
+                lowered = self.advance.lower(total, held, noise_key)
+            except (TypeError, AttributeError) as error:
+                raise TypeError(
+                    f"optimizer: could not take a step from gradients alone ({error}); one that wants more (lbfgs, "
+                    "polyak_sgd, reduce_on_plateau, sam) does not fit, and optax.lookahead needs an adapter: "
+                    "GradientTransformation(ahead.init, lambda grads, state, weights: ahead.update(grads.fast, state, "
+                    "weights))"
+                ) from error
+            lowered.compile()
             self._is_checked = True
 
     def _clip(self, trained: Any, frozen: list[Any], rows: Rows, step: Array, secrets: Secrets) -> tuple[Any, Array]:

@@ -20,14 +20,14 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from bandmf import _check
 from bandmf._interrupts import Termination, uninterrupted
 from bandmf.jax.noise.engine import Engine
 from bandmf.jax.training.arguments import check_parameters, checked_optimizer, takes_key
 from bandmf.jax.training.checkpoint import Checkpoints, check_installed
-from bandmf.jax.training.data import Source
+from bandmf.jax.training.data import Source, mesh_of
 from bandmf.jax.training.processes import Processes
 from bandmf.jax.training.state import Held, Parts, State, is_finite, own_copy
 from bandmf.jax.training.steps import Programs, Secrets, agreed, digests, with_key
@@ -110,8 +110,7 @@ class Training:
         if self.folder is not None:
             check_installed()
         self._source = Source(data, plan, micro_batch, sharding)
-        mesh = None if sharding is None or plan.devices == 1 else sharding.mesh
-        assert mesh is None or isinstance(mesh, Mesh)
+        mesh = None if sharding is None or plan.devices == 1 else mesh_of(sharding)
         self._engine = Engine(
             plan.strategy, _NO_KEY, max_vectors=plan.max_vectors, kept_inputs=plan.kept_inputs, mesh=mesh
         )
@@ -156,7 +155,7 @@ class Training:
         self._programs = Programs(self._loss, self._optimizer, self._engine, self.plan, self._clip_norm, parts, held)
         if self._programs.is_cut:
             given = held.trained, self._frozen
-            self._check_alike(self._programs.digest_of_inputs(given, self._secrets.seeds), "weights")
+            self._check_alike(self._programs.digest_of_inputs(given, self._secrets.seeds), "different ones")
         state = self._handed_out(held, int(held.noise.step))
         if state.step:
             self._saved_at = state.step
@@ -271,13 +270,12 @@ class Training:
         # As one: a process that left alone would keep the others waiting.
         if not all(self._processes.gather(agreed(words))):
             raise ValueError(
-                f"weights: devices have different {what}; begin with weights that are the same on all devices, in a "
-                "new run"
+                f"weights: devices have {what}; begin with weights that are the same on all devices, in a new run"
             )
 
     def _agreed_on(self, words: Any) -> list[bytes]:
         """What all devices and processes have found alike: a noise is for one sum."""
-        self._check_alike(words, "sums of one step, and would add the same noise to all of them")
+        self._check_alike(words, "different sums for one step, and the same noise on them would reveal the difference")
         seen = digests(words)
         self._same_everywhere("digest of the sum", seen, _TOGETHER)
         assert self._held is not None

@@ -1,6 +1,7 @@
-"""Models and loops that cannot be trained privately as they are: every sentence that says so, each in one place.
+"""Layers and uses of parameters that cannot be trained privately as they are, and the sentences that say so.
 
-Guarantee: no layer that mixes the examples of a batch, or that keeps statistics of the data, is accepted.
+Guarantee: no layer of torch that is known to mix the examples of a batch, or to keep statistics of the data, is
+accepted. What other modules do is for `verify` to find.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def two_dimensions(path: str, other: str) -> Finding:
     """One module in two places, of which one has the examples first and the other second."""
     return Finding(
         path,
-        f"is also {other!r}, where the examples are another dimension",
+        f"is also {other!r}, and the two places have the examples in different dimensions",
         "use two modules that have the same parameters",
         is_parameter=True,
     )
@@ -159,8 +160,8 @@ def second_order(path: str) -> RuntimeError:
 def other_rows(path: str) -> RuntimeError:
     """The error for a layer whose rows are not the examples. Sizes of batches are secret: it has no numbers."""
     return RuntimeError(
-        f"model: the layer {path!r} has other rows than one for each example; say whose they are, with "
-        "bandmf.torch.rows (`with rows(owner):`, rows(each=k) or rows(parts=k)), or, if its first dimension is time, "
+        f"model: the layer {path!r} has other rows than one for each example; call it inside bandmf.torch.rows, which "
+        "says whose they are (`with rows(owner):`, rows(each=k) or rows(parts=k)), or, if its first dimension is time, "
         "give it the examples first (batch_first=True, or transpose)"
     )
 

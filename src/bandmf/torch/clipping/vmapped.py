@@ -32,8 +32,6 @@ _WRITTEN = 1 << 28  # numbers of gradients that are written out at a time
 class _Called(nn.Module):
     """Losses of a model, as a module: so torch.func exchanges the parameters for any use of the model."""
 
-    is_slow = False
-
     def __init__(self, model: nn.Module, losses: Losses) -> None:
         super().__init__()
         self.model, self._losses = model, losses

@@ -42,7 +42,6 @@ class MicroBatch:
     number: int  # within its step
     indices: tuple[int, ...]
     valid: int
-    last: bool
 
 
 class Examples:
@@ -195,7 +194,7 @@ class Batches:
             indices = tuple(own or [0])
             if len(indices) == 1 and self._size != 1:
                 indices *= 2  # many programs fail on a batch of one, by squeeze() and the like
-            yield MicroBatch(step, number, indices, len(own), number == count - 1)
+            yield MicroBatch(step, number, indices, len(own))
 
     def _ahead(self, step: int) -> Iterator[MicroBatch]:
         for later in range(step, self._plan.steps):

@@ -38,7 +38,9 @@ def _unused(loader: DataLoader[Any], plan: Plan) -> list[str]:
 
 def _check_whole(loader: DataLoader[Any]) -> None:
     """Fail unless the DataLoader gives each row of its data set once, one row at a time."""
-    batches = loader.batch_sampler
+    batches: Any = loader.batch_sampler
+    if type(batches).__name__ == "BatchSamplerShard":  # accelerate's, which shares batches among ranks
+        batches = batches.batch_sampler
     if batches is None:
         raise _check.fail(
             "DataLoader(batch_size=...)", None, "each item of its data set counts as one example, even one that is a "
@@ -47,7 +49,8 @@ def _check_whole(loader: DataLoader[Any]) -> None:
     rows: Any = batches.sampler if type(batches) is BatchSampler else batches
     size = len(loader.dataset)  # type: ignore[arg-type]
     in_order = type(rows) is SequentialSampler and len(rows.data_source) == size
-    shuffled = type(rows) is RandomSampler and not rows.replacement and len(rows.data_source) == size
+    is_random = type(rows) is RandomSampler or type(rows).__name__ == "SeedableRandomSampler"  # accelerate's
+    shuffled = is_random and not rows.replacement and len(rows.data_source) == size
     if in_order or (shuffled and rows.num_samples == size):
         return
     if isinstance(rows, torch.utils.data.DistributedSampler) and len(rows.dataset) == size:  # type: ignore[arg-type]

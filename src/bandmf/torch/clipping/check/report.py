@@ -30,7 +30,8 @@ class Report:
         """Raise one error that lists all problems, if there are any."""
         listed = [_sentence(alike) for alike in grouped(self.problems)]
         if len(listed) == 1:
-            raise ValueError(f"model: {listed[0]}")
+            subject = "" if self.problems[0].layer in ("losses", "collate", "clipping") else "model: "
+            raise ValueError(subject + listed[0])
         if listed:
             lines = "".join(f"\n{number}. {line}" for number, line in enumerate(listed, 1))
             raise ValueError(f"model: has {len(self.problems)} problems{lines}")

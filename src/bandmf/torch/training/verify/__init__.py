@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
 
 from bandmf import _check
@@ -63,6 +64,7 @@ def verify(
         collate: Makes a batch of a list of examples.
         clipping: As in Training. With "auto" the report says which one these examples need, if it is not book-keeping.
     """
+    model = model.module if isinstance(model, DistributedDataParallel) else model
     examples = list(examples)
     _check.whole("len(examples)", len(examples), 2, _MOST)
     given = model, losses, examples, collate or default_collate
