@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -54,6 +56,15 @@ def test_every_rank_has_the_same_number_of_micro_batches(name, folder):
     assert all(counts == first for counts in others)
     assert min(first) == 1
     assert max(first) > 1
+
+
+@pytest.mark.parametrize("times", [3, pytest.param(18, marks=pytest.mark.long)])
+def test_ranks_that_are_killed_end_with_the_weights_of_ranks_that_were_not(times, tmp_path):
+    result = children.run(HERE / "killed_ranks.py", tmp_path, str(times), timeout=500)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert json.loads(result.stdout)["kills"] == times
+    clean, killed = (torch.load(tmp_path / name / "final.pt") for name in ("clean", "killed"))
+    assert torch.equal(clean, killed)
 
 
 def test_gpt2_with_tied_weights_trains_on_ranks_what_it_trains_alone(tmp_path):
