@@ -435,7 +435,10 @@ OTHER_NAMES = {
 
 @pytest.mark.parametrize("name", OTHER_NAMES)
 def test_the_private_examples_are_not_evaluated_on_under_another_name(name, tmp_path):
-    data, refused = (OTHER_NAMES[name], "holds examples of train_dataset: a loss on private examples has no noise")
+    data, refused = (
+        OTHER_NAMES[name],
+        "at least half of its rows are in train_dataset: a loss on private examples has no noise",
+    )
     with pytest.raises(ValueError, match=f"eval_dataset=.*{refused}"):
         trainer_of(tmp_path, train_dataset=DATA, eval_dataset={"held out": HELD_OUT, "train": data})
     trainer = trainer_of(tmp_path, train_dataset=DATA)
@@ -461,7 +464,7 @@ def test_of_many_rows_some_are_compared():
     many = [(number, number % 7) for number in range(100_000)]
     held_out = HeldOut(many)
     for part in (many[5_000:60_000], many[:3], many[40_000:40_900]):
-        with pytest.raises(ValueError, match="holds examples of train_dataset"):
+        with pytest.raises(ValueError, match="at least half of its rows are in train_dataset"):
             held_out.check("eval_dataset", [tuple(row) for row in part])
     held_out.check("eval_dataset", [(-1 - number, number % 7) for number in range(50_000)])
 

@@ -188,7 +188,7 @@ def test_nothing_of_private_texts_is_logged(make, tmp_path):
 @pytest.mark.parametrize("make", [sft, dpo])
 def test_private_texts_are_not_evaluated_on_before_they_are_tokens_either(make, tmp_path):
     trainer, data = make(tmp_path), TEXTS if make is sft else PAIRS
-    with pytest.raises(ValueError, match="holds examples of train_dataset"):
+    with pytest.raises(ValueError, match="at least half of its rows are in train_dataset"):
         trainer.evaluate(datasets.Dataset.from_list(data[20:70]))
     assert "eval_loss" in trainer.evaluate(datasets.Dataset.from_list(HELD_OUT[make]))
 

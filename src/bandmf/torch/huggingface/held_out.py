@@ -33,8 +33,8 @@ class HeldOut:
             return
         if self._is_part(data) or self._shares_rows(data):
             raise _check.fail(
-                name, type(data).__name__, "holds examples of train_dataset: a loss on private examples has no noise",
-                "hold some examples out, and evaluate on them",
+                name, type(data).__name__, "at least half of its rows are in train_dataset: a loss on private examples "
+                "has no noise", "hold some examples out, without duplicates of others, and evaluate on them",
             )  # fmt: skip
         self._passed.append(data)
 
