@@ -294,6 +294,25 @@ class Scales(nn.Module):
         return x
 
 
+@pytest.mark.parametrize("examples", [T, T + 1, 1])
+def test_scales_and_prompts_in_a_network_of_frozen_words_train(examples):
+    torch.manual_seed(0)
+
+    class Adapted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.places = (nn.Embedding(9, D).requires_grad_(False) for _ in range(2))
+            self.prompt, self.inner = nn.Embedding(2, D), Scales(2)
+
+        def forward(self, tokens):
+            prompts = self.prompt(torch.arange(2)[None]).repeat(len(tokens), 1, 1)
+            words = self.words(tokens) + self.places(torch.arange(tokens.shape[1]))
+            return self.inner(torch.cat([prompts, words], 1))
+
+    tokens = torch.randint(0, 9, (examples, T))
+    assert_clipped_as_single_examples(Adapted(), losses, tokens, tokens.split(1))
+
+
 def test_what_parameters_have_in_common_is_computed_once():
     """It was computed anew at each use: a layer more took twice the time."""
     torch.manual_seed(0)

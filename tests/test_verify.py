@@ -38,7 +38,7 @@ def test_examples_that_depend_on_each_other_are_refused_and_the_cause_is_named(n
         case = cases.wrong()[name]
         found = report(case)
         assert not found.ok, "was accepted"
-        with pytest.raises(ValueError, match="model: ") as refused:
+        with pytest.raises(ValueError, match=r"^(model|losses|collate)") as refused:
             found.refuse()
         assert re.search(case.names, str(refused.value)), str(refused.value)
         assert all(each.remedy or each.layer == "clipping" for each in found.problems)
@@ -134,7 +134,7 @@ def test_gates_of_others_stay_closed_and_what_objects_to_open_ones_is_noted():
 
 
 def test_what_book_keeping_would_do_slowly_is_clipped_in_a_faster_way():
-    """A prompt for frozen words: nothing of the examples has a graph, so each would cost a pass over all."""
+    """A prompt for words from a table: nothing of the examples has a graph, so each would cost a pass over all."""
     case = cases.Case(cases.Tuned(), cases.prompted, cases.vectors())
     found = report(case)
     assert (found.ok, found.clipping) == (True, "vmap")
@@ -161,6 +161,11 @@ def test_draws_beside_a_parameter_do_not_pass_by_luck(seed):
     torch.manual_seed(seed)
     model = nn.Sequential(cases.net(out=6), cases.Drawing(0.95), cases.net())
     assert report(cases.Case(model, cases.each, cases.vectors())).clipping == "vmap"
+
+
+def test_a_prompt_for_frozen_words_is_clipped_by_book_keeping():
+    found = report(cases.Case(cases.Tuned(layer=True), cases.prompted, cases.vectors()))
+    assert (found.ok, found.clipping, found.notes) == (True, "auto", ())
 
 
 # --- legitimate programs ----------------------------------------------------------------------------------

@@ -496,17 +496,16 @@ class Filtered(nn.Module):
 
 
 class Tuned(nn.Module):
-    """Prompt tuning: all but the prompt is frozen."""
+    """Prompt tuning: all but the prompt is frozen; words are read by a layer, or from a table."""
 
-    def __init__(self):
+    def __init__(self, layer=False):
         super().__init__()
         self.words, self.out = nn.Embedding(4, 6).requires_grad_(False), nn.Linear(6, 4).requires_grad_(False)
-        self.prompt = nn.Parameter(torch.randn(1, 2, 6))
+        self.prompt, self.layer = nn.Parameter(torch.randn(1, 2, 6)), layer
 
     def forward(self, words):
-        return self.out(
-            torch.cat([self.prompt.expand(len(words), -1, -1), self.words(words)[:, None]], 1).cumsum(1).tanh()
-        ).mean(1)
+        read = (self.words(words) if self.layer else self.words.weight[words])[:, None]
+        return self.out(torch.cat([self.prompt.expand(len(words), -1, -1), read], 1).cumsum(1).tanh()).mean(1)
 
 
 def prompted(model, batch):
@@ -781,6 +780,7 @@ def legitimate():
         "a growing table": Case(Caching(), own_mean, texts(), padded),
         "bfloat16": Case(convolution(), half, pictures()),
         "Gumbel and multinomial": Case(net(), chosen, vectors()),
+        "a prompt for frozen words": Case(Tuned(layer=True), prompted, vectors()),
         "equal examples": Case(net(), each, vectors(1) * 3),
         "two examples": Case(net(), each, vectors(2)),
         "eight examples": Case(net(dropout=0.1), each, vectors(8)),

@@ -25,7 +25,7 @@ from bandmf.torch.clipping.norms import Terms
 from bandmf.torch.clipping.passes import backward, wanted_gradients
 from bandmf.torch.clipping.products import widened
 from bandmf.torch.clipping.protocol import Copies, Losses, Parameters, checked_losses
-from bandmf.torch.clipping.recording.layers import layers_of
+from bandmf.torch.clipping.recording.layers import frozen_words, layers_of
 from bandmf.torch.clipping.recording.recorder import Recorder
 from bandmf.torch.clipping.recording.shared import Shared, rows_of
 from bandmf.torch.clipping.refusals import unrecorded
@@ -39,12 +39,14 @@ class Bookkeeping:
         self._model, self._parameters = model, parameters
         self._adder = Adder(parameters, clip_norm, per_layer)
         self.layers, self._bare = layers_of(model, {id(p): name for name, p in parameters.items()})
+        self._recorded = [*self.layers, *frozen_words(model, self.layers, self._bare)]
         self._recorder = Recorder()
         self.is_slow = False  # whether, for each example, all of them are computed again
 
     def explain(self) -> str:
         by_function = [layer.path for layer in self.layers if layer.by_function]
-        rest = f"; by torch.func, at more cost: {', '.join(by_function)}" if by_function else ""
+        rest = f"; parameters of {len(self._bare)} modules followed through operations" if self._bare else ""
+        rest += f"; by torch.func, at more cost: {', '.join(by_function)}" if by_function else ""
         return f"book-keeping, {len(self.layers) - len(by_function)} layers by rules{rest}"
 
     def learn(self, losses: Losses, batches: Callable[[], Sequence[tuple[Copies, Copies]]]) -> None:
@@ -52,7 +54,7 @@ class Bookkeeping:
 
         def run(several: tuple[Copies, Copies]) -> None:
             for batch, examples in several:
-                with self._recorder.of(self.layers, (), examples):
+                with self._recorder.of(self._recorded, (), examples):
                     losses(self._model, batch)
 
         device = next(iter(self._parameters.values())).device
@@ -63,7 +65,7 @@ class Bookkeeping:
     def add_to(self, sums: dict[str, Tensor], losses: Losses, batch: Any, examples: int, valid: int) -> Tensor:
         """Add the clipped gradients of the first `valid` examples; how many of them were not finite."""
         recorder = self._recorder
-        with wanted_gradients(self._model, self._parameters), recorder.of(self.layers, self._bare, examples):
+        with wanted_gradients(self._model, self._parameters), recorder.of(self._recorded, self._bare, examples):
             given = differentiable(batch) if self._bare else batch
             found = losses(self._model, given)
             self.is_slow = isinstance(found, Shared)

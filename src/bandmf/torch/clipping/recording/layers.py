@@ -11,10 +11,10 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from bandmf.torch.clipping.recording import bags, recurrent
 from bandmf.torch.clipping.recording.attention import Attention, describes
-from bandmf.torch.clipping.recording.recorded import Recorded, RecordedLinear
+from bandmf.torch.clipping.recording.recorded import FrozenWords, Recorded, RecordedLinear
 from bandmf.torch.clipping.recording.recorder import Bare, Layer
 from bandmf.torch.clipping.refusals import UnfitError, bare_parameter, two_dimensions
-from bandmf.torch.clipping.rules import Rule, linear, rule_for, transposed_linear
+from bandmf.torch.clipping.rules import Rule, embedding, linear, rule_for, transposed_linear
 
 _SEQUENCE_FIRST = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
@@ -32,6 +32,18 @@ def layers_of(model: nn.Module, names: dict[int, str]) -> tuple[list[Layer], lis
             raise UnfitError(two_dimensions(layer.path, known.path))
     layers = [each for each in found.values() if isinstance(each, Layer)]
     return layers, [each for each in found.values() if isinstance(each, Bare)]
+
+
+def frozen_words(model: nn.Module, layers: list[Layer], bare: list[Bare]) -> list[Layer]:
+    """Frozen embeddings, where parameters may meet what they make of an example's words."""
+    if not bare and not any(layer.rule is embedding for layer in layers):
+        return []
+    trained = {id(layer.module) for layer in layers}
+    return [
+        Layer(module, path, {}, 0, FrozenWords)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and id(module) not in trained
+    ]
 
 
 def _walk(module: nn.Module, path: str, names: dict[int, str], batch: int) -> Iterator[Layer | Bare]:

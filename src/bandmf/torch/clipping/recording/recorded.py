@@ -124,8 +124,7 @@ class Recorded:
             return count > 1 and not recorder.calls.has_rows(self.layer, path, 0)
         if indices.ndim < 2:
             return True
-        is_time_first = recorder.calls.has_rows(self.layer, path, 1)
-        return not is_time_first and len(indices) > 1
+        return not recorder.calls.has_rows(self.layer, path, 1)  # which is so where time comes first
 
     def _record_unit(self, args: Any, kwargs: Any) -> Any:
         """Whatever runs inside is part of the layer, even a module that is also used, and recorded, elsewhere."""
@@ -168,16 +167,26 @@ class Recorded:
         return args[0] if args else kwargs[self.layer.input_name]
 
     def _adapt(self, args: Any, kwargs: Any) -> Any:
-        """Position numbers once for each example; the input of a convolution in the precision of autocast."""
-        first, whose = self._input(args, kwargs), owners()
-        once = first.ndim > 1 and len(first) == 1 and (whose is None or whose.dimensions == 1)
-        if self.layer.rule is embedding and once:
-            first = first.expand(self.recorder.count(whose), *first.shape[1:])
-        elif self.layer.rule is convolution:
-            first = _lowered(first)
-        else:
+        """The input of a convolution in the precision of autocast."""
+        if self.layer.rule is not convolution:
             return args, kwargs
+        first = _lowered(self._input(args, kwargs))
         return ((first, *args[1:]), kwargs) if args else (args, {**kwargs, self.layer.input_name: first})
+
+
+class FrozenWords:
+    """Takes the place of a frozen embedding's `forward`: what it makes of examples is theirs, as its gradient shows."""
+
+    def __init__(self, layer: Layer, recorder: Recorder) -> None:
+        self.layer, self.recorder, self.own = layer, recorder, layer.module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output, calls = self.own(*args, **kwargs), self.recorder.calls
+        if calls.is_looking:
+            calls.see(self.layer, args, kwargs, output, self.recorder.count(owners()))
+        elif not self.recorder.is_silent and torch.is_grad_enabled() and calls.has_rows(self.layer, OUTPUT, 0):
+            return output.detach().requires_grad_().clone()
+        return output
 
 
 class RecordedLinear(Recorded):
