@@ -12,10 +12,12 @@ from types import SimpleNamespace
 import datasets
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
+    BartConfig,
+    BartForCausalLM,
     BertConfig,
     BertForMaskedLM,
     BertForMultipleChoice,
@@ -23,6 +25,8 @@ from transformers import (
     BertForTokenClassification,
     DataCollatorForLanguageModeling,
     EarlyStoppingCallback,
+    GPT2Config,
+    GPT2LMHeadModel,
     PreTrainedTokenizerFast,
     Trainer,
     TrainerCallback,
@@ -307,6 +311,47 @@ def test_of_one_example_the_loss_is_that_of_transformers(kind, changes, labels, 
 def test_a_head_without_a_known_loss_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"BertForMultipleChoice.*give compute_loss_func="):
         trainer_of(tmp_path, model=small_bert(BertForMultipleChoice))
+
+
+def small_bart(**changes):
+    sizes = {"vocab_size": WORDS, "d_model": 8, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 8}
+    return BartForCausalLM(BartConfig(**sizes, max_position_embeddings=16, pad_token_id=0, **changes))
+
+
+class Penalized(GPT2LMHeadModel):
+    """With a penalty of its own, as adapters and mixtures of experts have."""
+
+    def forward(self, *given, **named):
+        outputs = super().forward(*given, **named)
+        if outputs.loss is not None:
+            outputs.loss = outputs.loss + 0.01
+        return outputs
+
+
+Penalized.__name__ = GPT2LMHeadModel.__name__  # by which its head is known
+
+
+@pytest.mark.parametrize("model", [small_bart, lambda: Penalized(writer().config)], ids=["not shifted", "penalty"])
+def test_a_model_whose_own_loss_is_another_is_refused_before_a_step(model, tmp_path):
+    """transformers counts BartForCausalLM among causal models, and does not shift its labels."""
+    torch.manual_seed(0)
+    trainer = trainer_of(tmp_path, model=model())
+    with pytest.raises(ValueError, match=r"has another loss of its own than .*; override losses") as refused:
+        trainer.train()
+    assert not re.search(r"\d\.\d", str(refused.value))  # no loss of an example
+    assert trainer.spent() == 0
+
+
+def test_learned_prompts_are_trained_by_their_own_loss(tmp_path):
+    config = PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    model = get_peft_model(GPT2LMHeadModel(GPT2Config(**{**writer().config.to_dict(), "n_positions": 16})), config)
+    trainer = trained(trainer_of(tmp_path, model=model))
+    assert trainer.training.finished
+    assert trainer.training.explain().startswith("Clipping: book-keeping")
+    batch = padded(texts(1))
+    model.eval()
+    outputs = model(**batch)
+    torch.testing.assert_close(heads.losses_of(model)(outputs, batch["labels"])[0], outputs.loss)
 
 
 def test_a_data_set_of_lists_with_columns_that_the_model_does_not_know(tmp_path, expected):

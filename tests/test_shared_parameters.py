@@ -9,9 +9,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from bandmf.torch import verify
+from bandmf.torch.clipping import make_clipping
 from bandmf.torch.clipping.recording import shared
 from bandmf.torch.clipping.rows import rows
-from one_at_a_time import added, assert_clipped_as_single_examples
+from one_at_a_time import added, assert_clipped_as_single_examples, empty_sums, flat, learn, trained
 
 B, T, D = 4, 3, 6
 
@@ -278,6 +279,43 @@ def test_positions_that_a_table_makes_for_a_batch_train(adds_dimension, given, e
         return score(model.project(model.embed(tokens)) + model.table(tokens, given))
 
     assert_clipped_as_single_examples(model, placed, tokens, tokens.split(1))
+
+
+@pytest.mark.parametrize("examples", [T, 5, 1])
+def test_a_table_that_is_called_for_two_lengths_trains(examples):
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 7, (examples, T))
+    model = Positions(lambda m, x, places: m.project(x))
+    model.table = Table(False)
+
+    def placed(model, tokens):
+        longer = model.embed(tokens) + model.table(tokens)
+        return score(model.project(longer)) + score(longer[:, 1:] * model.table(tokens[:, 1:]))
+
+    assert_clipped_as_single_examples(model, placed, tokens, tokens.split(1))
+
+
+def test_layers_on_what_frozen_layers_computed_in_low_precision_train():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(D, D) for name in ("frozen", "trained", "last")})
+    model["frozen"].requires_grad_(False)
+    constant = torch.randn(D)
+
+    def lowered(model, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            shared = model["trained"](model["frozen"](constant))
+        return score(model["last"](x) * shared)
+
+    clipping = make_clipping("bookkeeping", model, trained(model), 1e3, False)
+    x, sums = torch.randn(B, T, D), empty_sums(trained(model))
+    learn(clipping, lowered, lambda n: x[:1].repeat(n, 1, 1))
+    clipping.add_to(sums, lowered, x, B, B)
+    torch.testing.assert_close(flat(sums), exact_sum(model, lowered, x).double(), rtol=0, atol=0.05)
+
+
+def exact_sum(model, losses, x):
+    found = torch.autograd.grad(losses(model, x).sum(), list(trained(model).values()))
+    return torch.cat([each.flatten() for each in found])
 
 
 class Scales(nn.Module):

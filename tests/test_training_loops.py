@@ -581,15 +581,25 @@ def test_a_run_that_ends_with_its_plan_says_nothing(caplog):
     assert not caplog.records
 
 
+@pytest.mark.parametrize("rate", [float("nan"), float("inf"), -0.1, "fast"])
+def test_a_rate_that_is_none_is_refused_before_a_step_is_spent(rate):
+    training = open_run(scheduler=lambda step: rate if step == 2 else 0.1)
+    with pytest.raises(ValueError, match=r"scheduler's rate|could not convert"):
+        train(training)
+    assert (training.steps_taken, training._stepper.steps_released) == (2, 2)
+
+
 def test_ctrl_c_in_the_last_update_leaves_a_finished_run(caplog):
     caplog.set_level(logging.WARNING, "bandmf")
 
-    def rate(step):
-        if step == STEPS - 1:
+    def interrupt(*_):
+        if training.steps_taken == STEPS:
             signal.raise_signal(signal.SIGINT)
-        return 0.1
 
-    with pytest.raises(KeyboardInterrupt), open_run(scheduler=rate) as training:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt), open_run(model, optimizer) as training:
         train(training)
     assert training.finished
     assert not caplog.records

@@ -76,6 +76,14 @@ def test_dependence_is_found_beside_an_example_that_is_not_finite(spoiled):
     assert verify(cases.net(), cases.each, examples).ok
 
 
+def test_losses_that_are_finite_for_no_example_are_refused():
+    def undefined(model, batch):
+        return cases.each(model, batch).neg().log()
+
+    found = verify(cases.net(), undefined, cases.vectors())
+    assert "is not finite for any of the examples that were tried" in found.problems[0].reason
+
+
 def test_losses_that_are_no_vector_raise():
     def scalar(model, batch):
         return cases.each(model, batch).mean()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -475,12 +476,13 @@ class Branching(Tied):
 class Drawing(nn.Module):
     """A scale and what is drawn, in one module; a second call would draw other numbers."""
 
-    def __init__(self, kept):
+    def __init__(self, kept, numpy=False):
         super().__init__()
-        self.scale, self.kept = nn.Parameter(torch.ones(6)), kept
+        self.scale, self.kept, self.numpy = nn.Parameter(torch.ones(6)), kept, numpy
 
     def forward(self, x):
-        return x * self.scale * (torch.rand(len(x), 1) < self.kept) / self.kept
+        drawn = torch.from_numpy(np.random.rand(len(x), 1)) if self.numpy else torch.rand(len(x), 1)
+        return x * self.scale * (drawn < self.kept) / self.kept
 
 
 class Filtered(nn.Module):
@@ -528,6 +530,10 @@ def not_recorded():
         "a way that depends on the data": (Case(Branching(), each, vectors(), names="'embed.weight'"), "one-by-one"),
         "complex values behind a head of zeros": (Case(Filtered(), each, vectors(), names="becomes complex"), "vmap"),
         "gradient penalty": (Case(net(), gradient_penalty, vectors(), names="differentiate a gradient"), "one-by-one"),
+        "draws of NumPy beside a parameter": (
+            Case(nn.Sequential(net(out=6), Drawing(1.0, True), net()), each, vectors(), names="draws random numbers"),
+            "vmap",
+        ),
         "draws beside a parameter": (
             Case(nn.Sequential(net(out=6), Drawing(1.0), net()), each, vectors(), names="draws random numbers and has"),
             "vmap",

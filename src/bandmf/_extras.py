@@ -20,6 +20,12 @@ def package_of(error: ModuleNotFoundError) -> str:
     return (error.name or "").partition(".")[0]
 
 
+def explain(what: str, error: ModuleNotFoundError) -> None:
+    """Raise an error that says what to install, if a package of an extra is missing."""
+    if (how := remedy(package_of(error))) is not None:
+        raise ImportError(f"{what} needs {error.name}, which is not installed: {how}") from error
+
+
 def remedy(package: str) -> str | None:
     """What to type for a package that is missing; None for one that belongs to no extra.
 

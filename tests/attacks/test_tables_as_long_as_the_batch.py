@@ -163,9 +163,16 @@ class Users(nn.Module):
         return self.head(found.flatten(1)[back][:, :4])
 
 
+class Own(nn.Linear):
+    """A layer without a rule."""
+
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
 @pytest.mark.parametrize("layer", [
-    lambda: nn.Linear(1, 4), lambda: nn.GRU(1, 4, batch_first=True), lambda: nn.EmbeddingBag(9, 4)
-], ids=["linear", "recurrent", "bag"])  # fmt: skip
+    lambda: nn.Linear(1, 4), lambda: nn.GRU(1, 4, batch_first=True), lambda: nn.EmbeddingBag(9, 4), lambda: Own(1, 4)
+], ids=["linear", "recurrent", "bag", "without a rule"])  # fmt: skip
 def test_a_table_of_unknown_length_is_not_taken_for_rows(layer):
     model = Users(layer())
     losses = lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1], reduction="none")  # noqa: E731

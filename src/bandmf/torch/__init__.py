@@ -6,8 +6,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from bandmf import _extras
-from bandmf.torch.noise.engine import Engine, State
-from bandmf.torch.noise.shards import broadcast_key
+
+try:
+    from bandmf.torch.noise.engine import Engine, State
+    from bandmf.torch.noise.shards import broadcast_key
+except ModuleNotFoundError as error:
+    _extras.explain("bandmf.torch", error)
+    raise
 
 if TYPE_CHECKING:
     from bandmf.torch import clipping, losses
@@ -53,8 +58,5 @@ def _private_trainer() -> Any:
     try:
         return import_module("bandmf.torch.huggingface.trainer").PrivateTrainer
     except ModuleNotFoundError as error:
-        package = _extras.package_of(error)
-        if _extras.EXTRA_OF.get(package) != "huggingface":
-            raise
-        remedy = _extras.remedy(package)
-        raise ImportError(f"PrivateTrainer needs {error.name}, which is not installed: {remedy}") from error
+        _extras.explain("PrivateTrainer", error)
+        raise

@@ -29,7 +29,8 @@ def check_own_draws(batch: Any, one: Any) -> None:
     if Counter(_keys(batch.jaxpr)) & Counter(_keys(one.jaxpr)):
         log.warning(
             "loss: draws the same random numbers for all examples, from a key that is not theirs; for dropout and the "
-            "like, let it take a third argument, key, which is each example's own, and another one at each step"
+            "like, draw from its third argument, key, which is each example's own, and another one at each step (with "
+            "flax.nnx: nnx.reseed(model, dropout=key), of a model that has a stream of that name)"
         )
     every, alone = (Counter(_shared(program.jaxpr)) for program in (batch, one))
     together = {name for name, _ in every - alone}

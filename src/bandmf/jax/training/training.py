@@ -99,7 +99,7 @@ class Training:
         trainable: Any = None,
         moved: str | None = None,
     ) -> None:
-        self.folder = None if folder is None else Path(folder)
+        self.folder = None if folder is None else Path(folder).absolute()
         self.plan = plan = plan_of(self.folder, checked_plan(plan))
         self._clip_norm = _check.real("clip_norm", clip_norm, 1e-30, 1e30)
         plan.deviation(self._clip_norm)  # refuses what float32 does not hold

@@ -23,6 +23,7 @@ ExampleLosses = Callable[[Any, Tensor], Tensor]  # of the model's outputs and th
 _CLASSES = tuple(f"For{kind}Classification" for kind in ("Sequence", "Image", "Audio", "Video"))
 _TOKENS = ("ForMaskedLM", "ForTokenClassification")
 _TEXTS = ("ForCausalLM", "ForConditionalGeneration")
+_ROUNDING, _HALF = 1e-3, 5e-2  # differences of losses that rounding explains
 
 
 def losses_of(model: Any, label_smoothing: float = 0.0) -> ExampleLosses:
@@ -40,6 +41,34 @@ def losses_of(model: Any, label_smoothing: float = 0.0) -> ExampleLosses:
         "give compute_loss_func=, a function of (outputs, labels, num_items_in_batch) that returns one loss for each "
         "example; for labels of another name, override losses(self, model, inputs)",
     )  # fmt: skip
+
+
+@torch.no_grad()
+def check_own_loss(model: Any, inputs: Any) -> None:
+    """Refuse a model whose own loss of one example is not the one that its head is known for.
+
+    Some do not shift labels, or add a penalty. Losses have no noise: the message does not name them.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        outputs = model(**inputs)
+        own, ours = outputs["loss"], losses_of(model)(outputs, inputs["labels"]).mean()
+    except Exception:  # whatever a model says to labels: it is not asked for its own loss afterwards
+        return
+    finally:
+        model.train(was_training)
+    allowed = _HALF if _logits_kind(outputs).itemsize < 4 else _ROUNDING
+    if bool(own.isfinite() & ours.isfinite()) and bool((own - ours).abs() > allowed * own.abs().clamp(min=1)):
+        raise _check.fail(
+            "model", type(without_adapters(model)).__name__, "has another loss of its own than the cross-entropy or "
+            "error of its head (labels that are shifted otherwise, a penalty, a loss of experts)",
+            "override losses(self, model, inputs), or give compute_loss_func=, to say what is trained",
+        )  # fmt: skip
+
+
+def _logits_kind(outputs: Any) -> torch.dtype:
+    return outputs["logits"].dtype
 
 
 def without_adapters(model: Any) -> Any:
@@ -66,7 +95,8 @@ def _logits(outputs: Any) -> Tensor:
 
 
 def _next_tokens(outputs: Any, labels: Tensor, *, label_smoothing: float) -> Tensor:
-    logits = _logits(outputs)[:, -labels.shape[1] :]  # learned prompts come before the words
+    logits = _logits(outputs)
+    labels = functional.pad(labels, (logits.shape[1] - labels.shape[1], 0), value=-100)  # of learned prompts
     return losses.classification(logits[:, :-1], labels[:, 1:], label_smoothing=label_smoothing)
 
 

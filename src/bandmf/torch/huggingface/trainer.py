@@ -29,6 +29,7 @@ from transformers.optimization import GreedyLR
 from transformers.trainer_utils import TrainOutput
 
 from bandmf.planning import Plan, checked_plan
+from bandmf.randomness import generators
 from bandmf.randomness.key import Key
 from bandmf.torch.huggingface import arguments, heads, options
 from bandmf.torch.huggingface.facades import OptimizerView, ScheduleView
@@ -119,7 +120,7 @@ class PrivateTrainer(Trainer):
         super().__init__(*bound.args, **bound.kwargs)
         options.check_accelerator(self.args, self.accelerator)
         arguments.check_data(self.model, self.train_dataset, plan)
-        if self.compute_loss_func is None and type(self).losses is PrivateTrainer.losses:
+        if self._has_known_head():
             self._head()
         self._held_out = HeldOut(self.train_dataset)
         self._check_held_out("eval_dataset", self.eval_dataset)
@@ -161,6 +162,8 @@ class PrivateTrainer(Trainer):
         """The run, at its start or where its folder has it."""
         arguments.check_given("train_dataset", self.train_dataset)
         prepared = super().get_train_dataloader()  # for its data and collate function, without unused columns
+        if self._has_known_head():
+            self._check_own_loss(prepared)
         model, optimizer, history = self.model, self.create_optimizer(), History()
         assert model is not None
         schedule = super().create_scheduler(self.plan.steps, optimizer)
@@ -227,6 +230,15 @@ class PrivateTrainer(Trainer):
             arguments.check_labels(labels, inputs)
             return self._head()(model(**given), labels)
         return self.compute_loss_func(model(**given), labels, num_items_in_batch=None)
+
+    def _has_known_head(self) -> bool:
+        return self.compute_loss_func is None and type(self).losses is PrivateTrainer.losses
+
+    def _check_own_loss(self, prepared: Any) -> None:
+        if hasattr(prepared.dataset, "__getitem__"):
+            with generators.lent(), torch.random.fork_rng():  # a collate function may draw
+                inputs = self._prepare_inputs(prepared.collate_fn([prepared.dataset[0]]))
+            heads.check_own_loss(self.model, inputs)
 
     def _head(self) -> heads.ExampleLosses:
         return heads.losses_of(self.model, self.args.label_smoothing_factor)

@@ -44,7 +44,7 @@ def load_optimizer_state(
         if different := (mine.keys() ^ theirs.keys()) - added:
             raise _check.fail(
                 "optimizer", kind, f"is not what the run began with: {', '.join(sorted(different))} differ",
-                "construct it as it was, or begin a new run in another folder",
+                "construct it as it was, with the scheduler that it had, or begin a new run in another folder",
             )  # fmt: skip
     state: dict[Any, Any] = dict(rest)
     for number, (name, parameter) in enumerate(named(optimizer, model).items()):

@@ -78,6 +78,7 @@ class Stepper:
                     own = to_device(data, self._trained.device)
                     count = self._clipping.add_to(self.sums.views, self._losses, own, len(micro.indices), micro.valid)
                     self.left_out = self.left_out.to(count.device) + count
+            self._trained.set_rates(step)
             with plain_arithmetic(), uninterrupted():
                 add_noise = self.engine.ready(self.noise, self.sums.views, self.scale)
                 self._record(step)
@@ -85,7 +86,7 @@ class Stepper:
                 self.noise = add_noise()
                 self.ranks.sum(self.sums.flats)
                 self.sums.divide(self.plan.batch_size)
-                self._trained.update(self.sums.views, step)
+                self._trained.update(self.sums.views)
                 self._progress.applied(step + 1)
 
     @torch.no_grad()

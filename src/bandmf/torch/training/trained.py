@@ -65,15 +65,18 @@ class Trained:
                 if parameter.requires_grad != want:
                     parameter.requires_grad_(want)
 
-    def update(self, means: Mapping[str, Tensor], step: int) -> None:
+    def set_rates(self, step: int) -> None:
+        """Those that functions give, before a step is released: a rate that is no rate fails here."""
+        for schedule in self.schedules:
+            if not isinstance(schedule, LRScheduler):
+                _set_rates(self.optimizers, _check.real("scheduler's rate", float(schedule(step)), 0))
+
+    def update(self, means: Mapping[str, Tensor]) -> None:
         """Let the optimizers take one step with these private gradients, then the schedules."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()  # what else it holds has no noise
         for name, parameter in self.parameters.items():
             parameter.grad = _like(parameter, means[name])
-        for schedule in self.schedules:
-            if not isinstance(schedule, LRScheduler):
-                _set_rates(self.optimizers, schedule(step))
         for optimizer in self.optimizers:
             optimizer.step()
         self.skip()

@@ -111,7 +111,7 @@ class Training:
         plan.deviation(clip_norm)  # refuses what float32 does not hold
         clipping, per_layer = checked_mode(clipping), bool(per_layer)
         micro_batch = None if micro_batch is None else _check.whole("micro_batch", micro_batch)
-        self.folder = None if folder is None else Path(folder)
+        self.folder = None if folder is None else Path(folder).absolute()
         self._save_every = checked_saving(self.folder, save_every, plan)
         model = checked_model(model)
         losses = checked_function(losses)

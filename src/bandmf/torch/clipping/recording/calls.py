@@ -7,14 +7,18 @@ has rows of examples, and what stayed as it was belongs to all. Of anything else
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from bandmf.randomness import generators
+from bandmf.torch.clipping.containers import tensors_in
 
 if TYPE_CHECKING:
     from bandmf.torch.clipping.recording.recorder import Layer
@@ -44,6 +48,7 @@ class Calls:
         self._seen: Seen | None = None  # while the losses are computed to see
         self._pairs: list[Seen] = []  # what was seen with two and with three copies of an example
         self._known: dict[tuple[Layer, str, int], bool | None] = {}  # by the dimension as well
+        self._drawing: set[Layer] = set()
 
     @property
     def is_looking(self) -> bool:
@@ -73,9 +78,21 @@ class Calls:
     def see(self, layer: Layer, args: Any, kwargs: Any, output: Any, count: int) -> None:
         """A call that is not recorded."""
         assert self._seen is not None
-        outputs = [(OUTPUT, output)] if isinstance(output, Tensor) else []
+        outputs = [(OUTPUT, tensor) for tensor in tensors_in(output)][:1]
         for path, tensor in (*tensors_of(args, kwargs), *outputs):
             self._seen.setdefault((layer, path), []).append((tuple(tensor.shape), count))
+
+    @contextmanager
+    def drawing(self, layer: Layer) -> Iterator[None]:
+        """Around such a call."""
+        before = _drawn()
+        yield
+        if _drawn() != before:
+            self._drawing.add(layer)
+
+    def draws(self, layer: Layer) -> bool:
+        """Whether the layer has drawn random numbers from a global generator, of whatever library."""
+        return layer in self._drawing
 
     def has_rows(self, layer: Layer, path: str, dimension: int) -> bool | None:
         """Whether this dimension of a tensor counts the examples, or their rows, in every call; None: unknown."""
@@ -99,6 +116,15 @@ def _decided(pairs: list[list[tuple[tuple[int, ...], int]]], dimension: int) -> 
 
 
 def _is_constant(pair: list[tuple[int, int]]) -> bool:
-    """Whether lengths stay what they are while the number of rows does not."""
-    lengths, counts = (set(each) for each in zip(*pair, strict=True))
-    return len(lengths) == 1 and len(counts) > 1 and 1 not in lengths
+    """Whether lengths, call by call, stay what they are while the number of rows does not."""
+    by_count: dict[int, list[int]] = {}
+    for length, count in pair:
+        by_count.setdefault(count, []).append(length)
+    first, *others = by_count.values()
+    return bool(others) and all(each == first for each in others) and 1 not in first
+
+
+def _drawn() -> tuple[object, ...]:
+    """How far the global generators of Python, NumPy and torch are."""
+    numpy: Any = np.random.get_state()
+    return random.getstate(), numpy[1].tobytes(), numpy[2], torch.get_rng_state().numpy().tobytes()

@@ -35,7 +35,8 @@ class Recorded:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         recorder = self.recorder
         if recorder.calls.is_looking:
-            output = self.own(*args, **kwargs)
+            with recorder.calls.drawing(self.layer):
+                output = self.own(*args, **kwargs)
             recorder.calls.see(self.layer, args, kwargs, output, recorder.count(owners()))
             return output
         if recorder.is_silent or not torch.is_grad_enabled():
@@ -124,7 +125,10 @@ class Recorded:
             return count > 1 and not recorder.calls.has_rows(self.layer, path, 0)
         if indices.ndim < 2:
             return True
-        return not recorder.calls.has_rows(self.layer, path, 1)  # which is so where time comes first
+        is_second = recorder.calls.has_rows(self.layer, path, 1)  # the examples, where time comes first
+        if len(indices) == 1 < indices.shape[1] and recorder.calls.has_seen(self.layer, path):
+            return is_second is False  # what grows with the examples is theirs, as packed texts are
+        return not is_second
 
     def _record_unit(self, args: Any, kwargs: Any) -> Any:
         """Whatever runs inside is part of the layer, even a module that is also used, and recorded, elsewhere."""
@@ -135,7 +139,7 @@ class Recorded:
         before = random_state(call.given[0])
         with self.recorder.silent():
             output = self._run(args, kwargs)
-        if not torch.equal(before, random_state(call.given[0])):
+        if self.recorder.calls.draws(self.layer) or not torch.equal(before, random_state(call.given[0])):
             raise drawn(self.layer)
         call.check_unchanged()
         if not any(given.requires_grad for given in call.given) and self._is_once(output):
@@ -143,13 +147,17 @@ class Recorded:
         return self.recorder.note_unit(call, output)
 
     def _is_once(self, output: Any) -> bool:
-        """Whether all examples share what a layer gives, as positions made for a batch of numbers are."""
-        whose, batch = owners(), self.layer.batch
-        if not isinstance(output, Tensor) or (whose is not None and whose.dimensions > 1):
+        """Whether all examples share what a layer gives, as positions made for a batch of numbers are; fails where
+        that is not clear."""
+        whose, batch, calls = owners(), self.layer.batch, self.recorder.calls
+        if whose is not None and whose.dimensions > 1:
             return False
-        if output.ndim > batch and output.shape[batch] == 1 < self.recorder.count(whose):
+        count, has_rows = self.recorder.count(whose), calls.has_rows(self.layer, OUTPUT, batch)
+        if isinstance(output, Tensor) and output.ndim > batch and output.shape[batch] == 1 < count:
             return True
-        return self.recorder.calls.has_rows(self.layer, OUTPUT, batch) is False
+        if has_rows is None and count > 1 and whose is None and calls.has_seen(self.layer, OUTPUT):
+            raise other_rows(self.layer.path)
+        return isinstance(output, Tensor) and has_rows is False
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         """The layer's own `forward`, whose parameters get no gradients."""

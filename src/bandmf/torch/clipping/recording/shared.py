@@ -44,7 +44,7 @@ _BY_ROW = {"baddbmm", "cdist", "pairwise_distance", "mse_loss", "l1_loss", "smoo
 _DROPOUT = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout"}
 _NOT_ROWS = (
     "meets tensors whose first dimension does not count the examples (say whose their rows are, with "
-    "bandmf.torch.rows; if it is time, give them the examples first: batch_first=True, or transpose)"
+    "bandmf.torch.rows, or, if it is time, give them the examples first: batch_first=True, or transpose)"
 )
 
 
@@ -263,10 +263,14 @@ def derive(call: Callable[[list[Any]], Any], leaves: Sequence[Any]) -> Any:
         raise first.fail("is used by an operation that draws random numbers")
     constants = [None if n in nodes else _finite(leaf) for n, leaf in enumerate(leaves)]
 
+    kind = first.value.device.type
+    autocast = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+
     def again(given: Values) -> list[Any]:
         if again not in given.computed:
             now = [nodes[n].recipe(given) if n in nodes else constant for n, constant in enumerate(constants)]
-            given.computed[again] = pytree.tree_leaves(call(now))
+            with torch.autocast(kind, *autocast):
+                given.computed[again] = pytree.tree_leaves(call(now))
         return given.computed[again]
 
     def recipe(number: int) -> Recipe:

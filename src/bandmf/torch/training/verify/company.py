@@ -71,6 +71,9 @@ def _compare(
     values = torch.stack(alone).double()
     together = full.losses.detach().double()
     elsewhere = other.losses[: passes.count].detach().double().flip(0)
+    if not bool(values.isfinite().any()):
+        found.problems.append(sentences.NOT_FINITE)
+        return found
     scale = torch.nan_to_num(values.abs(), nan=0.0, posinf=0.0).max()
     if float(scale) < _LOSS * _SMALL:
         found.notes.append(sentences.NOTHING_TO_COMPARE)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
 from bandmf.torch.clipping.refusals import Finding
 
 CLIPPING = "clipping"  # what a finding is of that other ways of clipping may not have
-_LONGEST = 200  # of what an error says
+_OTHER_WAY = re.compile(r"[,;] (or )?use clipping='[^;]*")
+_LONGEST = 400  # of what an error says
 _CHANGES = "so one example changes what the others contribute"
 _OWN = "compute the loss of each example from that example alone"
 
@@ -69,6 +71,12 @@ REMEMBERS = Finding(
     "gives an example another loss after other batches went through (a queue, a memory bank or a running average "
     "outside the model's buffers, a count of passes), without noise",
     "keep nothing of the data from one batch to the next, and set a count from training.steps_taken, in the loop",
+)
+
+NOT_FINITE = Finding(
+    "losses",
+    "is not finite for any of the examples that were tried, and gradients that are not finite are left out",
+    "look at the loss, its inputs and its precision",
 )
 
 COLLATED = Finding(
@@ -171,16 +179,16 @@ def other_clipping(mode: str, why: Sequence[Finding]) -> Finding:
 
 
 def _cause(finding: Finding) -> str:
-    """Without its remedy, which has been found: messages of errors have it behind a semicolon."""
-    first, *_ = finding.reason.partition("; ")
-    first = " ".join(first.removeprefix("fails on these examples: ").split())[:_LONGEST]
-    return first if finding.layer == CLIPPING else str(replace(finding, reason=first, remedy=""))
+    """Without the advice to clip in another way, which has been found."""
+    reason = _OTHER_WAY.sub("", finding.reason.removeprefix("fails on these examples: "))
+    reason = " ".join(reason.split())[:_LONGEST]
+    return reason if finding.layer == CLIPPING else str(replace(finding, reason=reason, remedy=""))
 
 
 SLOW = Finding(
     CLIPPING,
     "would need a pass over the whole batch for each example, as examples reach the trained parameters only as whole "
-    "numbers or through frozen layers",
+    "numbers or through frozen layers; bandmf.torch.rows helps where a layer reads several examples in one row",
 )
 
 
@@ -201,9 +209,7 @@ NOT_COMPARED = Finding(
 
 NOT_SUMMED = Finding(CLIPPING, "was not compared with autograd, as it draws other random numbers, or in another order")
 NOT_WHOLE = Finding(CLIPPING, "was not compared with autograd: each rank has a shard of the gradients")
-NOTHING_TO_COMPARE = Finding(
-    "losses", "is not finite, or as small as rounding, for these examples: nothing was compared", "try others"
-)
+NOTHING_TO_COMPARE = Finding("losses", "is as small as rounding for these examples: nothing was compared", "try others")
 
 
 def not_judged(error: Exception) -> Finding:
