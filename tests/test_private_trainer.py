@@ -321,8 +321,8 @@ def small_bart(**changes):
 class Penalized(GPT2LMHeadModel):
     """With a penalty of its own, as adapters and mixtures of experts have."""
 
-    def forward(self, *given, **named):
-        outputs = super().forward(*given, **named)
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **named):
+        outputs = super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **named)
         if outputs.loss is not None:
             outputs.loss = outputs.loss + 0.01
         return outputs
