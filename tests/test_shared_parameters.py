@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -295,6 +296,48 @@ def test_a_table_that_is_called_for_two_lengths_trains(examples):
     assert_clipped_as_single_examples(model, placed, tokens, tokens.split(1))
 
 
+def test_positions_of_one_row_train_after_texts_of_length_one_were_seen():
+    """They stay of length one with more copies, as rows of examples would."""
+    torch.manual_seed(0)
+    model = Positions(HOWS["of one row"])
+    clipping, sums = make_clipping("bookkeeping", model, trained(model), 1e3, False), empty_sums(trained(model))
+    learn(clipping, losses, lambda n: torch.ones(n, 1, dtype=torch.long), lambda n: torch.ones(n, T, dtype=torch.long))
+    tokens = torch.randint(0, 7, (B, T))
+    clipping.add_to(sums, losses, tokens, B, B)
+    torch.testing.assert_close(flat(sums), exact_sum(model, losses, tokens).double(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_trained_part_of_a_frozen_embedding_trains():
+    torch.manual_seed(0)
+
+    class Projected(nn.Embedding):
+        def __init__(self):
+            super().__init__(7, D)
+            self.project = nn.Linear(D, D)
+
+        def forward(self, tokens):
+            return self.project(super().forward(tokens))
+
+    model = nn.ModuleDict({"embed": Projected(), "scale": Scales(1)})
+    model["embed"].weight.requires_grad_(False)
+    tokens = torch.randint(0, 7, (B, T))
+    way = lambda model, tokens: score(model["scale"](model["embed"](tokens)))  # noqa: E731
+    assert_clipped_as_single_examples(model, way, tokens, tokens.split(1))
+
+
+def test_a_layer_that_draws_by_numpy_and_is_given_nothing_of_an_example_is_refused():
+    class Drawn(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * float(np.random.rand())
+
+    model, constant = nn.ModuleDict({"drawn": Drawn(D, D), "last": nn.Linear(D, 2)}), torch.randn(D)
+    way = lambda model, x: score(model["last"](x) @ model["drawn"](constant)[:2])  # noqa: E731
+    clipping, x = make_clipping("bookkeeping", model, trained(model), 1.0, False), torch.randn(B, T, D)
+    learn(clipping, way, lambda n: x[:1].repeat(n, 1, 1))
+    with pytest.raises(ValueError, match="'drawn' draws random numbers and has parameters"):
+        clipping.add_to(empty_sums(trained(model)), way, x, B, B)
+
+
 def test_layers_on_what_frozen_layers_computed_in_low_precision_train():
     torch.manual_seed(0)
     model = nn.ModuleDict({name: nn.Linear(D, D) for name in ("frozen", "trained", "last")})
@@ -314,7 +357,8 @@ def test_layers_on_what_frozen_layers_computed_in_low_precision_train():
 
 
 def exact_sum(model, losses, x):
-    found = torch.autograd.grad(losses(model, x).sum(), list(trained(model).values()))
+    parameters = list(trained(model).values())
+    found = torch.autograd.grad(losses(model, x).sum(), parameters, allow_unused=True, materialize_grads=True)
     return torch.cat([each.flatten() for each in found])
 
 

@@ -98,30 +98,42 @@ class Calls:
         """Whether this dimension of a tensor counts the examples, or their rows, in every call; None: unknown."""
         key = layer, path, dimension
         if key not in self._known:
-            pairs = [seen[layer, path] for seen in self._pairs if (layer, path) in seen]
-            self._known[key] = _decided(pairs, dimension) if pairs and not self._failed else None
+            pairs = self._lengths(layer, path, dimension)
+            self._known[key] = _decided(pairs) if pairs and not self._failed else None
         return self._known[key]
+
+    def grows(self, layer: Layer, path: str, dimension: int) -> bool:
+        """Whether a dimension was another with three copies than with two."""
+        return not self._failed and not all(map(_stays, self._lengths(layer, path, dimension)))
+
+    def _lengths(self, layer: Layer, path: str, dimension: int) -> list[list[tuple[int, int]]]:
+        """Pair by pair and call by call: that of a dimension, and how many rows there were."""
+        pairs = [seen[layer, path] for seen in self._pairs if (layer, path) in seen]
+        return [[(s[dimension] if len(s) > dimension else 0, count) for s, count in pair] for pair in pairs]
 
 
 _NOTHING: Seen = {}
 
 
-def _decided(pairs: list[list[tuple[tuple[int, ...], int]]], dimension: int) -> bool | None:
+def _decided(pairs: list[list[tuple[int, int]]]) -> bool | None:
     """A length of 1 tells nothing: it may be repeated."""
-    lengths = [[(shape[dimension] if len(shape) > dimension else 0, count) for shape, count in pair] for pair in pairs]
-    every = [each for pair in lengths for each in pair]
+    every = [each for pair in pairs for each in pair]
     if all(length == count for length, count in every) and len(set(every)) > 1:
         return True
-    return False if all(_is_constant(pair) for pair in lengths) else None
+    return False if all(map(_is_constant, pairs)) else None
 
 
 def _is_constant(pair: list[tuple[int, int]]) -> bool:
+    return _stays(pair) and all(length != 1 for length, _ in pair)
+
+
+def _stays(pair: list[tuple[int, int]]) -> bool:
     """Whether lengths, call by call, stay what they are while the number of rows does not."""
     by_count: dict[int, list[int]] = {}
     for length, count in pair:
         by_count.setdefault(count, []).append(length)
     first, *others = by_count.values()
-    return bool(others) and all(each == first for each in others) and 1 not in first
+    return bool(others) and all(each == first for each in others)
 
 
 def _drawn() -> tuple[object, ...]:

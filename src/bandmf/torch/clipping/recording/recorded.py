@@ -125,10 +125,9 @@ class Recorded:
             return count > 1 and not recorder.calls.has_rows(self.layer, path, 0)
         if indices.ndim < 2:
             return True
-        is_second = recorder.calls.has_rows(self.layer, path, 1)  # the examples, where time comes first
-        if len(indices) == 1 < indices.shape[1] and recorder.calls.has_seen(self.layer, path):
-            return is_second is False  # what grows with the examples is theirs, as packed texts are
-        return not is_second
+        if len(indices) == 1 < indices.shape[1] and recorder.calls.grows(self.layer, path, 1):
+            return False  # what grows with the examples is theirs, as packed texts are
+        return not recorder.calls.has_rows(self.layer, path, 1)  # which is so where time comes first
 
     def _record_unit(self, args: Any, kwargs: Any) -> Any:
         """Whatever runs inside is part of the layer, even a module that is also used, and recorded, elsewhere."""
@@ -192,9 +191,12 @@ class FrozenWords:
         output, calls = self.own(*args, **kwargs), self.recorder.calls
         if calls.is_looking:
             calls.see(self.layer, args, kwargs, output, self.recorder.count(owners()))
-        elif not self.recorder.is_silent and torch.is_grad_enabled() and calls.has_rows(self.layer, OUTPUT, 0):
-            return output.detach().requires_grad_().clone()
-        return output
+            return output
+        is_known = isinstance(output, Shared) or of_examples(output)  # where something in it is trained
+        if is_known or self.recorder.is_silent or not torch.is_grad_enabled():
+            return output
+        has_rows = calls.has_rows(self.layer, OUTPUT, 0)
+        return output.detach().requires_grad_().clone() if has_rows else output
 
 
 class RecordedLinear(Recorded):

@@ -21,7 +21,7 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from bandmf.torch.clipping.recording.fallback import random_state
+from bandmf.torch.clipping.recording.fallback import drawn, random_state
 from bandmf.torch.clipping.recording.sources import Node, Recipe, Source, Values, described, expanded
 from bandmf.torch.clipping.rows import owners
 
@@ -297,6 +297,8 @@ def _finite(leaf: Any) -> Any:
 
 def by_layer(layer: Layer, recorder: Recorder, args: Any, kwargs: Any) -> Any:
     """The output of a layer that is given Shared values, or nothing of the examples: Shared too."""
+    if recorder.calls.draws(layer):
+        raise drawn(layer)
     names = list(layer.inside)
     handed = [of_parameter(layer.inside[name], layer.module.get_parameter(name), recorder) for name in names]
     leaves, spec = pytree.tree_flatten((args, kwargs))
