@@ -240,6 +240,27 @@ def moved_by_one_example(program, before):
     return float((of(LENGTH) - of(LENGTH - 1)).norm())
 
 
+class Flagged(Tabled):
+    """The first place of a text is marked."""
+
+    def forward(self, x):
+        marks = (torch.arange(x.shape[1]) == 0).float()[:, None].expand(-1, 4)
+        return self.shifted(x, marks).sum((1, 2))
+
+
+def test_a_table_of_which_one_row_counts_is_not_taken_for_rows_after_texts_of_one_word():
+    """They show nothing; and of what is cut wrongly, one example alone has a gradient."""
+    torch.manual_seed(0)
+    model, x, losses = Flagged(), torch.randn(LENGTH, LENGTH, 4), lambda model, batch: 100 * model(batch[0])
+
+    def of(examples):
+        clipping = clipping_of(model)
+        learn(clipping, losses, lambda n: [x[:1, :1].repeat(n, 1, 1)])
+        return clipped_sum(model, losses, [x[:examples]], examples, clipping)
+
+    assert (of(LENGTH) - of(LENGTH - 1)).norm() <= CLIP * (1 + 1e-4)
+
+
 def test_a_guess_by_lengths_would_be_seen(monkeypatch):
     """What these tests look for is there if lengths decide."""
     monkeypatch.setattr(calls.Calls, "has_rows", lambda self, layer, path, dimension: dimension == 0)

@@ -116,15 +116,11 @@ _NOTHING: Seen = {}
 
 
 def _decided(pairs: list[list[tuple[int, int]]]) -> bool | None:
-    """A length of 1 tells nothing: it may be repeated."""
+    """Where all lengths are 1 they tell nothing: a row may be repeated."""
     every = [each for pair in pairs for each in pair]
     if all(length == count for length, count in every) and len(set(every)) > 1:
         return True
-    return False if all(map(_is_constant, pairs)) else None
-
-
-def _is_constant(pair: list[tuple[int, int]]) -> bool:
-    return _stays(pair) and all(length != 1 for length, _ in pair)
+    return False if all(map(_stays, pairs)) and any(length != 1 for length, _ in every) else None
 
 
 def _stays(pair: list[tuple[int, int]]) -> bool:

@@ -163,13 +163,14 @@ class Call:
     def _check_sum(self, cut: list[bool], back: _Backward, found: dict[str, Tensor]) -> None:
         """Fail unless the gradients of the examples add up to that of the batch, where nothing is cut.
 
-        Each counts about as much, so that a large one hides nothing of the others.
+        Each counts about as much, so that a large one hides nothing of the others; and none as much as another, so
+        that it shows what is attributed to the wrong one.
         """
         batch, norms = self.layer.batch, _norms(found)
-        kept = (norms.isfinite() & (norms > 0)).nonzero().flatten()  # the rest adds nothing, or is left out
+        kept = norms.isfinite().nonzero().flatten()  # the rest is left out
         if not len(kept):
             return
-        weights = (norms[kept].median() / norms[kept]).clamp(max=_HEAVIEST)
+        weights = _weights(norms[kept])
         inputs = [
             t.index_select(batch, kept) if single and len(kept) < len(norms) else t
             for t, single in zip(back.saved, cut, strict=True)
@@ -181,7 +182,7 @@ class Call:
             name: torch.einsum("i,i...->...", weights.to(each.dtype), each[kept]) - whole[name]
             for name, each in found.items()
         }
-        if not bool(_norms(off, 0) <= self._tolerance(gradient) * (weights * norms[kept]).sum()):
+        if not bool(_norms(off, 0) <= self._tolerance(gradient) * (weights.abs() * norms[kept]).sum()):
             raise self._refusal(
                 "cannot be called again with one example: it is not clear which of its inputs have a row for each, or "
                 f"its examples depend on each other; {_REMEDY}"
@@ -224,6 +225,15 @@ def _norms(gradients: dict[str, Tensor], examples: int = 1) -> Tensor:
         for g in gradients.values()
     ]
     return torch.linalg.vector_norm(torch.stack(norms), dim=0)
+
+
+def _weights(norms: Tensor) -> Tensor:
+    """By which gradients of these norms become about equally long, each with a sign and a factor of its own."""
+    positive = norms[norms > 0]
+    usual = positive.median() if len(positive) else norms.new_ones(())
+    even = (usual / norms).clamp(max=_HEAVIEST)  # also of no length
+    own = torch.rand(len(norms), generator=torch.Generator().manual_seed(1)).to(norms)
+    return even * (0.5 + own) * (2 * (own > 0.5) - 1)
 
 
 def random_state(like: Tensor) -> Tensor:
