@@ -1,8 +1,8 @@
 """Training runs on some ranks: `rank_training.py FOLDER RANKS NAME:KIND[:UNTIL] ... [RANKS ...]`.
 
-KIND is ddp or fsdp, or one of these with "-two": with two bands.
-Each run leaves its final weights in FOLDER/NAME, and how many micro-batches each rank had in each
-step. With UNTIL it stops after so many steps; started again under the same name, it goes on.
+KIND is ddp or fsdp, or one of these with "-two": with two bands. Each run leaves its final weights in FOLDER/NAME, and
+how many micro-batches each rank had in each step. With UNTIL it stops after so many steps; started again under the same
+name, it goes on.
 """
 
 from __future__ import annotations

@@ -642,6 +642,14 @@ def test_weights_that_are_not_finite_any_more_are_warned_of(caplog):
     assert any("weights are not finite any more" in each.message for each in caplog.records)
 
 
+def test_they_are_warned_of_once(caplog):
+    progress = Progress(350, None)
+    for step in range(1, 351):
+        progress.applied(step)
+        progress.look(lambda: False)
+    assert [each.getMessage()[:9] for each in caplog.records] == ["step 100:"]
+
+
 def test_dropout_in_eval_mode_is_noted(caplog):
     open_run(small_model(dropout=0.5).eval())
     assert "is in eval mode, so it is trained without dropout" in caplog.text

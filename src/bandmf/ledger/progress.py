@@ -59,7 +59,7 @@ class Progress:
 
     def look(self, is_finite: Callable[[], bool]) -> None:
         """Warn once of weights that are not finite; now and then, as to look waits for the step."""
-        if self.taken < min(self.steps, self._looked + _FINITE_EVERY):
+        if self._looked >= self.steps or self.taken < min(self.steps, self._looked + _FINITE_EVERY):
             return
         self._looked = self.taken
         if not is_finite():

@@ -58,17 +58,13 @@ def check_own_loss(model: Any, inputs: Any) -> None:
         return
     finally:
         model.train(was_training)
-    allowed = _HALF if _logits_kind(outputs).itemsize < 4 else _ROUNDING
+    allowed = _HALF if outputs["logits"].dtype.itemsize < 4 else _ROUNDING
     if bool(own.isfinite() & ours.isfinite()) and bool((own - ours).abs() > allowed * own.abs().clamp(min=1)):
         raise _check.fail(
             "model", type(without_adapters(model)).__name__, "has another loss of its own than the cross-entropy or "
             "error of its head (labels that are shifted otherwise, a penalty, a loss of experts)",
             "override losses(self, model, inputs), or give compute_loss_func=, to say what is trained",
         )  # fmt: skip
-
-
-def _logits_kind(outputs: Any) -> torch.dtype:
-    return outputs["logits"].dtype
 
 
 def without_adapters(model: Any) -> Any:
