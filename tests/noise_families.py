@@ -16,6 +16,7 @@ from bandmf.strategies import (
     BufferedToeplitz,
     Dense,
     Identity,
+    Scaled,
     stamping,
     tree_aggregation,
 )
@@ -36,6 +37,11 @@ def toeplitz(steps: int, bands: int, normalize: bool = True) -> BandedToeplitz:
     return BandedToeplitz(1 / np.sqrt(np.arange(1, bands + 1)), steps, normalize_columns=normalize)
 
 
+def falling(steps: int) -> np.ndarray:
+    """Step scales as of a cosine, none of them a float32 number."""
+    return np.sqrt(0.55 + 0.45 * np.cos(np.pi * np.arange(steps) / steps))
+
+
 FAMILIES = {
     "identity": Identity(12),
     "toeplitz": toeplitz(14, 3, normalize=False),
@@ -51,6 +57,9 @@ FAMILIES = {
     "tree_kept": tree_aggregation(9),
     "stamped": stamping(toeplitz(14, 13), 2),
     "buffered": BufferedToeplitz(scales=[0.3, 0.1], decays=[0.9, 0.5], steps=12),
+    "scaled": Scaled(toeplitz(40, 13), falling(40)),
+    "scaled_inverse": Scaled(BandedInverse([1.5, -0.5, 0.2, 0.1], 12), falling(12)),
+    "scaled_buffered": Scaled(BufferedToeplitz(scales=[0.3, 0.1], decays=[0.9, 0.5], steps=12), falling(12)),
 }
 
 # Of engines with this family, where they are not the usual ones.

@@ -26,6 +26,8 @@ from bandmf.strategies import (
     Identity,
     InputRecurrence,
     OutputRecurrence,
+    Scaled,
+    ScaledRecurrence,
     stamping,
 )
 from oracles import errors, normalized, toeplitz_matrix
@@ -101,6 +103,21 @@ SIX = normalized(principal_root(np.tri(6)))
 RANDOM = np.tril(np.random.default_rng(7).uniform(-0.5, 0.9, (N, N)), -1) + np.eye(N)
 FOUR = blt_matrix([0.1, 0.3], [0.9, 0.3], 4)
 
+FALLING = 0.5 + np.cos(np.arange(N) / N) ** 2
+ANY = np.exp(np.random.default_rng(8).normal(size=N))
+UNSCALED = {
+    "banded": (Banded(BandedToeplitz([1.0, -0.5], N).columns()), normalized(toeplitz_matrix([1.0, -0.5], N))),
+    "toeplitz": (BandedToeplitz([1.0, 0.5, 0.25], N, False), toeplitz_matrix([1.0, 0.5, 0.25], N)),
+    "normalized": (BandedToeplitz([1.0, 0.5, 0.25], N), normalized(toeplitz_matrix([1.0, 0.5, 0.25], N))),
+    "signed toeplitz": (BandedToeplitz([1.0, -0.5, 0.25], N, False), toeplitz_matrix([1.0, -0.5, 0.25], N)),
+    "blt": (BufferedToeplitz([0.1, 0.3], [0.99, 0.3], N), blt_matrix([0.1, 0.3], [0.99, 0.3], N)),
+    "rising blt": (BufferedToeplitz([0.9, 0.8], [0.9, 0.3], N), blt_matrix([0.9, 0.8], [0.9, 0.3], N)),
+    "lambda-cgd": (strategies.lambda_cgd(N, 0.7), toeplitz_matrix(0.7 ** np.arange(N), N)),
+    "online tree": (strategies.tree_aggregation(N), honaker(N)[0]),
+    "stamped": (stamping(strategies.square_root(6, True), 2), np.kron(np.eye(2), SIX)),
+    "scaled": (Scaled(Identity(N), FALLING), np.diag(FALLING)),
+}
+
 # name -> (strategy, its matrix)
 MECHANISMS = {
     "identity": (Identity(N), np.eye(N)),
@@ -138,6 +155,11 @@ MECHANISMS = {
     "lambda-cgd": (strategies.lambda_cgd(N, 0.7), toeplitz_matrix(0.7 ** np.arange(N), N)),
     "signed banded inverse": (BandedInverse([1.0, 0.5, -0.7], N), np.linalg.inv(toeplitz_matrix([1.0, 0.5, -0.7], N))),
     "one-banded inverse": (BandedInverse([2.0], N), np.eye(N) / 2),
+    **{
+        f"scaled {name}, {kind}": (Scaled(strategy, scales), C * scales)
+        for kind, scales in {"falling": FALLING, "any": ANY}.items()
+        for name, (strategy, C) in UNSCALED.items()
+    },
 }
 every_mechanism = pytest.mark.parametrize(("strategy", "C"), MECHANISMS.values(), ids=MECHANISMS.keys())
 
@@ -195,7 +217,13 @@ def unrolled(recurrence, steps):
 
 @every_mechanism
 def test_the_recurrence_is_the_streaming_inverse(strategy, C):
-    assert_allclose(unrolled(strategy.recurrence, len(C)), strategy.inverse().materialize(), atol=1e-12)
+    inverse = strategy.inverse().materialize()
+    if isinstance(strategy.recurrence, ScaledRecurrence):
+        made = unrolled(strategy.recurrence.unscaled, len(C)) * strategy.recurrence.gains[:, None]
+        assert_allclose(made, inverse, rtol=2e-7, atol=1e-12)  # gains are float32 numbers
+        assert np.all(np.abs(made) >= np.abs(inverse) * (1 - 1e-10)), "less noise than C^-1 z"
+    else:
+        assert_allclose(unrolled(strategy.recurrence, len(C)), inverse, atol=1e-12)
 
 
 @every_mechanism

@@ -5,6 +5,9 @@
 then history[store] = y_i (banded C), or history[s] = decay_s history[s] + y_i (buffered C), or nothing
 (banded C^-1, whose past z are drawn again), or history[store] = z_i (banded C^-1 with kept inputs).
 
+For a scaled strategy this is the noise of the unscaled one. What is added is `scale` times y_i, and `Schedule.scale`
+multiplies that number by the step's own.
+
 Kept inputs. A banded C^-1 needs the last p - 1 of z. Each can be drawn again, which takes no memory and the
 cipher's time, or read from a ring, which takes a vector and is several times as fast. `kept_inputs` of them,
 the most recent, are read; older ones are drawn.
@@ -33,7 +36,7 @@ import numpy as np
 
 from bandmf import _check
 from bandmf.noise.normals import Float32
-from bandmf.strategies.base import BufferRecurrence, InputRecurrence, OutputRecurrence, Strategy
+from bandmf.strategies.base import BufferRecurrence, InputRecurrence, OutputRecurrence, ScaledRecurrence, Strategy
 
 MAX_LOOKAHEAD = 16
 INNER = {"cpu": None, "cuda": 4}  # steps of the inner level: the fused kernels have so many accumulators
@@ -107,7 +110,9 @@ class Schedule:
     ) -> None:
         self.strategy = strategy
         self.steps = strategy.steps
-        self.recurrence = strategy.recurrence
+        given = strategy.recurrence
+        self.recurrence = given.unscaled if isinstance(given, ScaledRecurrence) else given
+        self.gains = given.gains if isinstance(given, ScaledRecurrence) else None
         self.kept_inputs = self._kept_inputs(kept_inputs, max_vectors)
         self.slots = self._slots()
         self.lookahead = self._lookahead(lookahead, inner, max_vectors)
@@ -143,6 +148,10 @@ class Schedule:
         if wanted is None:
             return min(best_lookahead(self.slots + 1, inner), limit)
         return _check.whole("lookahead", wanted, 1, limit, f"{limit} (bands - 1, at most {MAX_LOOKAHEAD})")
+
+    def scale(self, i: int, scale: float) -> float:
+        """What y_i is multiplied by, for noise of the deviation `scale`: rounded as in every engine."""
+        return scale if self.gains is None else float(np.float32(scale) * self.gains[i])
 
     def base(self, i: int) -> int:
         """The step at whose start the sums that step i uses were prepared."""
@@ -229,4 +238,6 @@ class Schedule:
         else:
             for i in sample:
                 text.update(np.ascontiguousarray(recurrence.row(int(i)), np.float64).tobytes())
+        if self.gains is not None:
+            text.update(self.gains.tobytes())
         return text.hexdigest()[:16]

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from bandmf import _check
 from bandmf._text import counted
 from bandmf.strategies import Banded, BandedInverse, BandedToeplitz, BufferedToeplitz, Dense, Strategy
+from bandmf.strategies.scaled import unscaled
 
 _FAMILIES: dict[type[Strategy], str] = {
     BandedInverse: "banded-inverse",
@@ -47,11 +48,13 @@ Progress = Callable[[Candidate | str], None]  # is told of every candidate, and 
 
 def mechanism_of(strategy: Strategy) -> str:
     """The family of a strategy, as `bandmf.plan(mechanism=...)` calls it."""
-    return next((name for kind, name in _FAMILIES.items() if isinstance(strategy, kind)), "other")
+    family = unscaled(strategy)
+    return next((name for kind, name in _FAMILIES.items() if isinstance(family, kind)), "other")
 
 
 def size_of(strategy: Strategy) -> int:
     """What a candidate has in `bands`."""
+    strategy = unscaled(strategy)
     if isinstance(strategy, BandedInverse):
         return len(strategy.inverse_coefficients)
     return strategy.buffers if isinstance(strategy, BufferedToeplitz) else strategy.bands

@@ -2,10 +2,11 @@
 
 from bandmf.strategies.banded import Banded
 from bandmf.strategies.banded_inverse import BandedInverse, banded_inverse_square_root, lambda_cgd
-from bandmf.strategies.base import BufferRecurrence, InputRecurrence, OutputRecurrence, Strategy
+from bandmf.strategies.base import BufferRecurrence, InputRecurrence, OutputRecurrence, ScaledRecurrence, Strategy
 from bandmf.strategies.buffered import BufferedToeplitz
 from bandmf.strategies.dense import Dense
 from bandmf.strategies.files import load, save
+from bandmf.strategies.scaled import Scaled
 from bandmf.strategies.square_root import banded_square_root, lti, square_root
 from bandmf.strategies.stamping import Stamped, stamping
 from bandmf.strategies.toeplitz import BandedToeplitz, Identity
@@ -22,6 +23,8 @@ __all__ = [
     "InputRecurrence",
     "OnlineTree",
     "OutputRecurrence",
+    "Scaled",
+    "ScaledRecurrence",
     "Stamped",
     "Strategy",
     "banded_inverse_square_root",

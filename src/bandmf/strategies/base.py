@@ -42,6 +42,14 @@ class BufferRecurrence:
 Recurrence = OutputRecurrence | InputRecurrence | BufferRecurrence
 
 
+@dataclass(frozen=True)
+class ScaledRecurrence:
+    """C = T D: what `unscaled` makes at step i, by C = T, times the float32 number gains[i]; keeps the unscaled."""
+
+    unscaled: Recurrence
+    gains: np.ndarray
+
+
 class Strategy(ABC):
     """A noise-correlation strategy C for `steps` steps: the noise added at training is C^-1 z."""
 
@@ -61,7 +69,7 @@ class Strategy(ABC):
 
     @property
     @abstractmethod
-    def recurrence(self) -> Recurrence:
+    def recurrence(self) -> Recurrence | ScaledRecurrence:
         """How C^-1 z is streamed."""
 
     @abstractmethod

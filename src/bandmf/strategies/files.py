@@ -13,6 +13,7 @@ from bandmf.strategies.banded_inverse import BandedInverse
 from bandmf.strategies.base import Strategy
 from bandmf.strategies.buffered import BufferedToeplitz
 from bandmf.strategies.dense import Dense
+from bandmf.strategies.scaled import Scaled
 from bandmf.strategies.stamping import Stamped
 from bandmf.strategies.toeplitz import BandedToeplitz, Identity
 from bandmf.strategies.tree import OnlineTree
@@ -64,6 +65,9 @@ def to_arrays(strategy: Strategy) -> dict[str, np.ndarray]:
     if type(strategy) is Stamped:
         epoch = {f"epoch.{name}": value for name, value in to_arrays(strategy.epoch).items()}
         return {"epochs": np.array(strategy.epochs), **epoch}
+    if type(strategy) is Scaled:
+        unscaled = {f"unscaled.{name}": value for name, value in to_arrays(strategy.strategy).items()}
+        return {"step_scales": strategy.scales, **unscaled}
     raise ValueError(f"strategy={strategy!r}: this family cannot be saved")
 
 
@@ -110,6 +114,11 @@ def from_arrays(contents: dict[str, np.ndarray], path: str | Path) -> Strategy:
         case {"tree": steps}:
             return OnlineTree(int(steps))
         case {"epochs": epochs}:
-            inner = {n.removeprefix("epoch."): v for n, v in contents.items() if n.startswith("epoch.")}
-            return Stamped(from_arrays(inner, path), int(epochs))
+            return Stamped(from_arrays(_inner("epoch.", contents), path), int(epochs))
+        case {"step_scales": scales}:
+            return Scaled(from_arrays(_inner("unscaled.", contents), path), scales)
     raise ValueError(f"path={str(path)!r}: not a strategy file of bandmf, or damaged")
+
+
+def _inner(prefix: str, contents: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name.removeprefix(prefix): value for name, value in contents.items() if name.startswith(prefix)}

@@ -36,6 +36,7 @@ from bandmf._types import FloatArray
 from bandmf.strategies.banded_inverse import BandedInverse
 from bandmf.strategies.base import OutputRecurrence, Strategy
 from bandmf.strategies.buffered import BufferedToeplitz
+from bandmf.strategies.scaled import Scaled
 from bandmf.strategies.stamping import Stamped
 from bandmf.strategies.toeplitz import BandedToeplitz
 from bandmf.streaming import Matrices, squared_norm
@@ -63,6 +64,8 @@ def rounding_error(strategy: Strategy) -> float:
 def _squares(strategy: Strategy) -> float:
     """The mean squares of what is rounded, added up, in units of z's variance."""
     match strategy:
+        case Scaled(strategy=unscaled):  # its steps are multiplied after all that is added up
+            return _squares(unscaled)
         case Stamped(epoch=BufferedToeplitz() as epoch):  # runs by its outputs, see Stamped.recurrence
             return _toeplitz(epoch.toeplitz(), epoch.steps)
         case Stamped(epoch=epoch):

@@ -20,11 +20,13 @@ from bandmf.strategies.base import OutputRecurrence, Strategy
 from bandmf.strategies.buffered import BufferedToeplitz
 from bandmf.strategies.dense import Dense
 from bandmf.strategies.rounding import rounding_error
+from bandmf.strategies.scaled import Scaled
 from bandmf.strategies.stamping import Stamped
 from bandmf.strategies.toeplitz import BandedToeplitz
 
 MARGIN = 1 + 2.0**-22  # of the deviation of the noise
 LEAST, MOST = 1e-30, 1e30  # of what noise is multiplied by: float32 has normal numbers from 1e-38 to 3e38
+SCALES = 1e-7, 1e7  # of steps: the noise is multiplied by their inverses, too
 _COARSEST = 2.0**-13  # of the noise, by which rounding may change it
 _NEGLIGIBLE = 2.0**-100  # what is smaller counts nothing, and products with it leave the normal range
 
@@ -69,6 +71,11 @@ def in_float32(strategy: Strategy) -> Strategy:
         newest = check_range("|inverse_coefficients[0]|", abs(float(given[0])))
         coefficients = _rounded("inverse_coefficients", given, newest)
         return strategy if np.array_equal(coefficients, given) else BandedInverse(coefficients, strategy.steps)
+    if isinstance(strategy, Scaled):
+        for name, extreme in (("smallest", strategy.scales.min()), ("largest", strategy.scales.max())):
+            _check.real(f"{name} of scales", float(extreme), *SCALES, remedy="only ratios matter")
+        unscaled = in_float32(strategy.strategy)
+        return strategy if unscaled is strategy.strategy else Scaled(unscaled, strategy.scales)
     if isinstance(strategy, Stamped):
         epoch = in_float32(strategy.epoch)
         return strategy if epoch is strategy.epoch else Stamped(epoch, strategy.epochs)

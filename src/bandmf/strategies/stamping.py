@@ -15,7 +15,8 @@ import numpy as np
 
 from bandmf import _check, band_columns
 from bandmf._types import FloatArray
-from bandmf.strategies.base import BufferRecurrence, InputRecurrence, OutputRecurrence, Strategy
+from bandmf.strategies.base import BufferRecurrence, InputRecurrence, OutputRecurrence, ScaledRecurrence, Strategy
+from bandmf.strategies.scaled import Scaled
 from bandmf.streaming import Matrices, StreamingOperator
 
 
@@ -42,6 +43,8 @@ class Stamped(Strategy):
     def __post_init__(self) -> None:
         if not isinstance(self.epoch, Strategy):
             raise _check.fail("strategy", self.epoch, "must be a strategy for the steps of one epoch")
+        if isinstance(self.epoch, Scaled):
+            raise _check.fail("strategy", self.epoch, "must not be scaled", "scale what stamping() returns")
         object.__setattr__(self, "epochs", _check.whole("epochs", self.epochs))
 
     @property
@@ -72,6 +75,7 @@ class Stamped(Strategy):
     def recurrence(self) -> OutputRecurrence | InputRecurrence:
         """That of one epoch; its rows are zero before the epoch began, so nothing is carried over."""
         length, inner = self.epoch.steps, self.epoch.recurrence
+        assert not isinstance(inner, ScaledRecurrence)
         if isinstance(inner, BufferRecurrence):  # buffers cannot be emptied: keep the outputs instead
             columns = self.epoch.columns()
             return OutputRecurrence(lambda i: band_columns.row_of(columns, i % length), self.bands)

@@ -35,6 +35,7 @@ from bandmf import _check, band_columns
 from bandmf._types import FloatArray
 from bandmf.strategies import BandedInverse, BandedToeplitz, BufferedToeplitz
 from bandmf.strategies.base import Strategy
+from bandmf.strategies.scaled import Scaled
 from bandmf.strategies.stamping import Stamped
 
 MAX_CYCLE = 2**14
@@ -107,6 +108,9 @@ def _raised_coefficients(strategy: Strategy) -> FloatArray | None:
 
 def _raised_columns(strategy: Strategy) -> Callable[[int, int], FloatArray]:
     """Columns start ... stop of |C|, none less than the exact one up to the rounding that is added at the end."""
+    if isinstance(strategy, Scaled):
+        raised, scales = _raised_columns(strategy.strategy), strategy.scales
+        return lambda start, stop: raised(start, stop) * scales[start:stop, None]
     if isinstance(strategy, Stamped):
         length = strategy.epoch.steps
         epoch = _raised_columns(strategy.epoch)(0, length)

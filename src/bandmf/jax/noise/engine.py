@@ -169,9 +169,8 @@ class Engine:
         table = Table(*map(jnp.asarray, self._table)) if state.coefficients is None else state.coefficients
         refreshed = jnp.asarray(state.refreshed, jnp.int32)
         vectors = Vectors(state.step, refreshed, table, state.history, state.prepared)
-        noisy, after = self._executor.advance(
-            self._layouts, vectors, leaves, jnp.asarray(scale, jnp.float32), noise_key
-        )
+        scale = table.scale(state.step, jnp.asarray(scale, jnp.float32))
+        noisy, after = self._executor.advance(self._layouts, vectors, leaves, scale, noise_key)
         structure = jax.tree_util.tree_structure(gradients)
         result = jax.tree_util.tree_unflatten(structure, [noisy[name] for name in leaves])
         return result, State(after.step, after.history, state.provenance, after.prepared, after.refreshed, after.table)

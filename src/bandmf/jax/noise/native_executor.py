@@ -54,6 +54,6 @@ class NativeExecutor(KernelExecutor):
             [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in buffers],
             input_output_aliases={GRADIENT: 0, HISTORY: 1, PREPARED: 2},
         )
-        given = *numbers, *table, decays, starts, *buffers
+        given = *numbers, table.starts, table.feeds, table.weights, decays, starts, *buffers
         target, history, prepared = call(*given, settings=np.array(settings, np.int64))
         return target, history, prepared

@@ -12,6 +12,7 @@ import numpy as np
 
 from bandmf.noise.schedule import Schedule
 from bandmf.strategies.base import BufferRecurrence, OutputRecurrence, Strategy
+from bandmf.strategies.scaled import unscaled
 
 _BLOCK = 1 << 14
 
@@ -19,31 +20,40 @@ _BLOCK = 1 << 14
 class Table(NamedTuple):
     """Row k holds for the steps from starts[k] on: y = feeds . (z_i, z_{i-1}, ...) + weights . past.
 
+    The noise of a scaled strategy is y_i times gains[i]; others have no gains.
+
     Arrays of NumPy, or of JAX in a state.
     """
 
     starts: Any  # int32, (rows,)
     feeds: Any  # float32, (rows, draws)
     weights: Any  # float32, (rows, vectors)
+    gains: Any  # float32, (steps,) or (0,)
+
+    def scale(self, step: Any, scale: Any) -> Any:
+        """As Schedule.scale, for a step that is known when the program runs."""
+        return scale * self.gains[step] if len(self.gains) else scale
 
 
 def table(schedule: Schedule) -> Table:
     """The table of a strategy. `weights` belong to y_{i-1}, y_{i-2}, ..., to the kept z_{i-1}, ... or to buffers."""
+    starts, feeds, weights = _table(schedule)
+    gains = np.zeros(0, np.float32) if schedule.gains is None else schedule.gains
+    return Table(starts.astype(np.int32), feeds.astype(np.float32), weights.astype(np.float32), gains)
+
+
+def _table(schedule: Schedule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     recurrence = schedule.recurrence
     if isinstance(recurrence, BufferRecurrence):
         one, scales = np.ones((1, 1)), recurrence.scales
-        return _float32(np.zeros(1), one, -scales[None, :])
+        return np.zeros(1), one, -scales[None, :]
     starts, rows = _distinct(_rows(schedule))
     if isinstance(recurrence, OutputRecurrence):
-        return _float32(starts, 1 / rows[:, :1], -rows[:, 1:] / rows[:, :1])
+        return starts, 1 / rows[:, :1], -rows[:, 1:] / rows[:, :1]
     kept = slice(1, 1 + schedule.kept_inputs)
     feeds = rows.copy()
     feeds[:, kept] = 0
-    return _float32(starts, feeds, rows[:, kept])
-
-
-def _float32(starts: np.ndarray, feeds: np.ndarray, weights: np.ndarray) -> Table:
-    return Table(starts.astype(np.int32), feeds.astype(np.float32), weights.astype(np.float32))
+    return starts, feeds, rows[:, kept]
 
 
 def _distinct(blocks: Iterator[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -66,7 +76,7 @@ def _rows(schedule: Schedule) -> Iterator[np.ndarray]:
     for start in range(0, schedule.steps, _BLOCK):
         stop = min(start + _BLOCK, schedule.steps)
         if isinstance(recurrence, OutputRecurrence):
-            yield _rows_of_columns(schedule.strategy, start, stop)
+            yield _rows_of_columns(unscaled(schedule.strategy), start, stop)
         else:
             yield np.array([recurrence.row(i) for i in range(start, stop)])
 
