@@ -34,10 +34,10 @@ class Scaled(Strategy):
     array([[4., 0., 0.],
            [2., 2., 0.],
            [0., 1., 1.]])
-    >>> strategy.inverse().materialize().round(4)
-    array([[ 0.25 ,  0.   ,  0.   ],
-           [-0.25 ,  0.5  ,  0.   ],
-           [ 0.25 , -0.5  ,  1.   ]])
+    >>> strategy.inverse().materialize()
+    array([[ 0.25,  0.  ,  0.  ],
+           [-0.25,  0.5 ,  0.  ],
+           [ 0.25, -0.5 ,  1.  ]])
     """
 
     strategy: Strategy
