@@ -13,7 +13,7 @@ from bandmf.accounting.bins.divergences import remove_sums
 from bandmf.accounting.bins.loss import privacy_loss
 from bandmf.accounting.bins.tuning import Pilot
 from bandmf.accounting.certified import samples_for
-from bandmf.accounting.sampled_root import approach, solve
+from bandmf.accounting.sampled_root import approach, not_found, solve
 from bandmf.accounting.samples import Sums
 from bandmf.strategies import Identity, banded_inverse_square_root
 from bins_oracles import REFERENCE, TWO, gaussian_sigma, reference_strategy, two_position_deltas
@@ -107,6 +107,38 @@ def test_the_neighborhood_is_found_whatever_the_slope(slope, first):
     sigma, found = approach(lambda sigma: (1e-8 * (2 / sigma) ** -slope, "chain"), first, 1e-8)
     assert abs(slope * np.log(sigma / 2)) < 1
     assert found == "chain"
+
+
+def blind_above(limit):
+    """A curve that samples show only at a sigma of less than `limit`."""
+
+    def look(sigma):
+        if sigma > limit:
+            raise not_found(1e-8, sigma)
+        return 1e-8 * (2 / sigma) ** 30, "chain"
+
+    return look
+
+
+@pytest.mark.parametrize("limit", [2.06, 2.2])
+def test_a_look_that_shows_nothing_says_that_sigma_is_too_large(limit):
+    sigma, found = approach(blind_above(limit), 2.5, 1e-8)
+    assert abs(30 * np.log(sigma / 2)) < 1
+    assert found == "chain"
+
+
+def test_looks_that_all_show_nothing_are_soon_given_up():
+    seen = []
+
+    def look(sigma):
+        seen.append(sigma)
+        raise not_found(1e-8, sigma)
+
+    with pytest.raises(NotCertifiedError, match="samples do not show it"):
+        approach(look, 2.5, 1e-8)
+    assert len(seen) <= 4
+    with pytest.raises(NotCertifiedError, match="samples do not show it"):
+        approach(blind_above(1.5), 1.4, 1e-8)  # where it can be seen, sigma is too small
 
 
 def test_a_curve_that_meets_delta_nowhere_gets_one_sentence():

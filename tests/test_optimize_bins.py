@@ -372,6 +372,73 @@ def test_the_largest_error_is_an_objective_too():
     assert largest.objective < worst
 
 
+# --- estimates that fail -------------------------------------------------------------------------------
+
+
+def failing_below(limit, least=0.0):
+    """`first_bin_only`, but for a sigma below `limit`, where samples show nothing."""
+    found = []
+
+    def estimate(gram, epsilon, delta):
+        sigma = first_bin_only(gram, epsilon, delta).sigma
+        if not sigma >= limit:
+            raise ValueError("samples do not show it")
+        found.append(sigma)
+        return first_bin_only(gram, epsilon, delta)
+
+    return estimate, found
+
+
+SEARCHED = ("banded-inverse", 64, 16, 1.0, 1e-6)
+
+
+def test_where_an_estimate_fails_the_search_goes_back_and_keeps_the_best():
+    """From a start far from the best, whose sigma is small, to the edge of what can be estimated."""
+    start = strategies.BandedInverse([1.0, -0.9, -0.05, -0.01], 64)
+    options = {"size": 4, "start": start}
+    free = optimize_for_bins(*SEARCHED, **options, estimate=first_bin_only)
+    first = math.sqrt(bin_gram.gram(start.toeplitz(), 16)[0, 0])
+    limit = free.sigma + 0.3 * (first - free.sigma)
+    assert free.sigma < limit < first
+    estimate, sigmas = failing_below(limit)
+    found = optimize_for_bins(*SEARCHED, **options, estimate=estimate)
+    assert 1 < len(sigmas) == len(found.estimates) < 8
+    assert found.sigma < first
+    assert found.objective == min(found.estimates) < 0.9 * found.estimates[0]
+
+
+def test_a_search_whose_trials_all_fail_has_its_first_guess():
+    count = iter(range(100))
+
+    def once(gram, epsilon, delta):
+        if next(count):
+            raise ZeroDivisionError("nothing is shown")
+        return first_bin_only(gram, epsilon, delta)
+
+    found = optimize_for_bins(*SEARCHED, size=4, estimate=once, start=strategies.lambda_cgd(64, 0.9))
+    assert (len(found.estimates), found.outcome, found.converged) == (1, Outcome.STALLED, False)
+    assert "estimates fail beyond the best: nothing is shown" in found.message
+    assert next(count) == 8
+
+
+def test_a_first_guess_that_fails_is_replaced_by_another_start():
+    count = iter(range(100))
+
+    def later(gram, epsilon, delta):
+        if not next(count):
+            raise ValueError("not there")
+        return first_bin_only(gram, epsilon, delta)
+
+    found = optimize_for_bins(*SEARCHED, size=4, estimate=later, tolerance=1e-7)
+    known = optimize_for_bins(*SEARCHED, size=4, estimate=first_bin_only, tolerance=1e-7)
+    assert found.rmse == pytest.approx(known.rmse, rel=1e-5)
+
+
+def test_where_no_estimate_succeeds_its_own_error_is_raised():
+    with pytest.raises(ValueError, match="samples do not show it"):
+        optimize_for_bins(*SEARCHED, size=4, estimate=failing_below(math.inf)[0])
+
+
 # --- honesty ------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ import pytest
 import bandmf
 from bandmf import _cache, strategies, workloads
 from bandmf.accounting.bins import Certificate, NotCertifiedError, estimate, gram_matrix
+from bandmf.optimize.bins.search import guess_for_bins
 from bandmf.participation import FixedEpochs
 from bandmf.planning import planner
 from bandmf.planning.plan_file import digest
@@ -245,6 +246,48 @@ def test_a_copy_is_an_equal_plan(plan):
 def test_a_part_of_the_run_spends_no_more_than_the_whole(plan):
     assert plan.spent_after(0) == 0
     assert plan.spent_after(1) == plan.spent_after(80) == plan.spent() == 8.0
+
+
+# --- the search survives --------------------------------------------------------------------------------
+
+
+def fails(*_, **__):
+    raise NotCertifiedError("delta=1: samples do not show it")
+
+
+def test_a_search_that_fails_has_its_first_guess_certified(monkeypatch, tmp_path):
+    monkeypatch.setenv("BANDMF_CACHE", str(tmp_path))
+    monkeypatch.setattr(planner.bins, "optimize_for_bins", fails)
+    found = bandmf.plan(**QUICK)
+    assert found.sampling == "balls-in-bins"
+    guess = guess_for_bins("banded-inverse", 40, 20, 8.0, size=3)
+    np.testing.assert_allclose(found.strategy.inverse_coefficients, guess.inverse_coefficients, rtol=1e-6)
+
+
+def test_a_family_that_fails_leaves_the_others(monkeypatch):
+    best = planner.bins._best
+    monkeypatch.setattr(planner.bins, "_best", lambda *given: fails() if given[1] == "blt" else best(*given))
+    found = bandmf.plan(**SMALL)
+    assert (found.sampling, found.mechanism) == ("balls-in-bins", "banded-inverse")
+    monkeypatch.setattr(planner.bins, "_best", fails)
+    found = bandmf.plan(**SMALL)
+    assert found.sampling == "cyclic-poisson"
+    assert found.choice == "cyclic Poisson sampling, since balls-in-bins failed: delta=1: samples do not show it"
+
+
+@pytest.mark.parametrize("sampling", ["auto", "balls-in-bins"])
+def test_where_one_strategy_cannot_be_certified_the_next_one_is(monkeypatch, sampling):
+    certified, tried = planner.bins.certified, []
+
+    def hard(request, chosen, *rest):
+        tried.append(chosen.candidate.mechanism)
+        return fails() if len(tried) == 1 else certified(request, chosen, *rest)
+
+    monkeypatch.setattr(planner.bins, "certified", hard)
+    found = bandmf.plan(**SMALL, sampling=sampling)
+    assert found.sampling == "balls-in-bins"
+    assert sorted(tried) == ["banded-inverse", "blt"]
+    assert found.mechanism == tried[1]
 
 
 # --- the choice -----------------------------------------------------------------------------------------

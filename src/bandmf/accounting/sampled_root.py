@@ -25,19 +25,28 @@ _NARROW = 1e-3  # between a sigma that is too small and one that is too large: w
 _NEAR = 1.0  # of log delta
 _NOTHING = 1e-300  # in place of a mean of zero
 _MORE = (1, 4, 16)  # times the samples, where fewer show nothing
+_BLIND = 3  # looks that may show nothing: at too large a sigma few samples count
 
 
 def approach(look: Callable[[float], tuple[float, T]], sigma: float, delta: float) -> tuple[float, T]:
     """A sigma near the solution, and what `look` found there beside the curve's height.
 
-    Steps go by a usual slope; between one sigma that is too small and one that is too large, by halves.
+    Steps go by a usual slope; between one sigma that is too small and one that is too large, by halves. Where `look`
+    shows nothing (NotCertifiedError), the next sigma is smaller: the less noise, the more samples count.
     """
-    x, low, high = math.log(sigma), -math.inf, math.inf
+    x, low, high, blind = math.log(sigma), -math.inf, math.inf, 0
     for _ in range(_LOOKS):
-        mean, found = look(math.exp(x))
-        off = math.log(max(mean, _NOTHING) / delta)
-        if abs(off) < _NEAR or high - low < _NARROW:
-            return math.exp(x), found
+        try:
+            mean, found = look(math.exp(x))
+        except NotCertifiedError:
+            blind += 1
+            if blind == _BLIND or high - low < _NARROW:
+                raise
+            off = -math.inf
+        else:
+            off = math.log(max(mean, _NOTHING) / delta)
+            if abs(off) < _NEAR or high - low < _NARROW:
+                return math.exp(x), found
         low, high = (x, high) if off > 0 else (low, x)
         x += min(max(-off / _SLOPE, -_FARTHEST), _FARTHEST)
         if not low < x < high:

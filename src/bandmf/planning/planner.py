@@ -221,16 +221,22 @@ def _binned(request: Request, asked: float, seconds: float, progress: Progress |
     """The best plan with balls-in-bins, for batches of about the size `asked`; an error without a certificate."""
     request = request if request.in_bins else bins.in_bins(request)
     bins.check_mechanism(request)
-    found = bins.search(request, progress)
-    chosen, certificate = bins.certified(request, bins.cheapest(found), seconds, progress)
-    return _build(
-        request,
-        _with(found, chosen),
-        chosen.candidate,
-        chosen.strategy,
-        certificate=certificate,
-        choice=_other_size(asked, request.batch_size).removeprefix("; "),
-    )
+    found, failed = bins.search(request, progress), list[Exception]()
+    for guess in bins.in_turn(found):
+        try:
+            chosen, certificate = bins.certified(request, guess, seconds, progress)
+        except (ValueError, ArithmeticError) as error:
+            failed.append(error)
+            continue
+        return _build(
+            request,
+            _with(found, chosen),
+            chosen.candidate,
+            chosen.strategy,
+            certificate=certificate,
+            choice=_other_size(asked, request.batch_size).removeprefix("; "),
+        )
+    raise failed[0]
 
 
 def _other_size(asked: float, planned: float) -> str:
@@ -263,7 +269,6 @@ def _better(request: Request, seconds: float, progress: Progress | None) -> Plan
         found = bins.search(binned, progress)
     except (ValueError, ArithmeticError) as error:  # budgets far from any use
         return _cyclic(request, progress, f"cyclic Poisson sampling, since balls-in-bins failed: {error}")
-    guess = bins.cheapest(found)
     candidates = Candidates(request, progress)
     cyclic, strategy, without_limit = _best_cyclic(request, candidates, alone=False)
 
@@ -275,21 +280,22 @@ def _better(request: Request, seconds: float, progress: Progress | None) -> Plan
         """More memory must gain more than rounding would."""
         return less(candidate) > (_LEAST_GAIN if (candidate.vectors or 0) > (cyclic.vectors or 0) else 0)
 
-    refused = f"balls-in-bins would have about {1 - less(guess.candidate):.3f} times its error"
-    if worth(guess.candidate):
+    guesses = bins.in_turn(found)
+    refused = f"balls-in-bins would have about {1 - less(guesses[0].candidate):.3f} times its error"
+    for guess in (each for each in guesses if worth(each.candidate)):
         try:
             chosen, certificate = bins.certified(binned, guess, seconds, progress)
         except (ValueError, ArithmeticError) as error:  # NotCertifiedError is one; others are as above
             refused = f"balls-in-bins could not be certified within certify_seconds={seconds:g}"
             if not str(error).startswith("seconds="):
                 refused = f"balls-in-bins could not be certified: {error}"
-        else:
-            if worth(chosen.candidate):
-                choice = _in_favor(chosen.candidate, cyclic, less(chosen.candidate))
-                choice += _other_size(request.batch_size, binned.batch_size)
-                shown = candidates.all() + _with(found, chosen)
-                return _build(binned, shown, chosen.candidate, chosen.strategy, certificate=certificate, choice=choice)
-            refused = f"balls-in-bins has {1 - less(chosen.candidate):.3f} times its error when certified"
+            continue
+        if worth(chosen.candidate):
+            choice = _in_favor(chosen.candidate, cyclic, less(chosen.candidate))
+            choice += _other_size(request.batch_size, binned.batch_size)
+            shown = candidates.all() + _with(found, chosen)
+            return _build(binned, shown, chosen.candidate, chosen.strategy, certificate=certificate, choice=choice)
+        refused = f"balls-in-bins has {1 - less(chosen.candidate):.3f} times its error when certified"
     shown = candidates.all() + tuple(each.candidate for each in found)
     choice = f"cyclic Poisson sampling, since {refused}"
     return _build(request, shown, cyclic, strategy, without_limit, choice=choice)

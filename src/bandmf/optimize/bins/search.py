@@ -23,6 +23,7 @@ from bandmf.optimize.solution import Clock, Solution
 from bandmf.strategies import Strategy
 from bandmf.workloads import Workload, workload_for
 
+_OTHER_STARTS = 2  # that are looked at where the first look fails
 _HALF_KNOWN = 24.0  # where to begin only: the epsilon at which half of T is on its diagonal
 
 
@@ -44,7 +45,10 @@ class Estimate(Protocol):
 
 
 class Estimator(Protocol):
-    """(G, epsilon, delta) -> Estimate; the same draws for every G make estimates comparable."""
+    """(G, epsilon, delta) -> Estimate; the same draws for every G make estimates comparable.
+
+    A ValueError or an ArithmeticError says that there is no estimate for this G; the search then goes back.
+    """
 
     def __call__(self, gram: FloatArray, epsilon: float, delta: float, /) -> Estimate: ...
 
@@ -162,16 +166,25 @@ class _Search:
     def __init__(self, family: Family, cycle: int, epsilon: float, delta: float, estimate: Estimator) -> None:
         self.family, self.cycle, self.budget, self.estimate = family, cycle, (epsilon, delta), estimate
         self.starts, self.known, self.model = family.starts(), list[_Known](), Model(family, [])
-        self.promised, self.iterations = -math.inf, 0
+        self.promised, self.iterations, self.failed = -math.inf, 0, list[Exception]()
+        self._reach = math.inf  # from the best member to the next: less where an estimate failed
 
     @property
     def best(self) -> _Known:
         """By all cuts, not its own alone: of several noisy estimates, the lowest was lucky."""
         return min(self.known, key=lambda known: self.model.value(known.x))
 
+    @property
+    def _looks(self) -> int:
+        return len(self.known) + len(self.failed)
+
     def run(self, first: FloatArray, most_estimates: int, tolerance: float) -> tuple[Outcome, str]:
         """Estimate and minimize in turn; how it ended, and what there is to say of that."""
-        self._look_at(first)
+        for x in [first, *self.starts[:_OTHER_STARTS]]:
+            if self._look_at(x):
+                break
+        else:
+            raise self.failed[0]
         while True:
             best, last = self.best, self.known[-1]
             found = self.model.minimize([best.x, *([] if last is best else [last.x]), *self.starts])
@@ -183,17 +196,35 @@ class _Search:
                 if judged - best.value > tolerance:
                     return Outcome.STALLED, "the estimates contradict each other: give them more samples"
                 return (Outcome.CONVERGED if lowest.converged else Outcome.STALLED), lowest.detail
-            if len(self.known) == most_estimates:
+            if self._looks >= most_estimates:
                 return Outcome.LIMIT, f"most_estimates={most_estimates}"
-            self._look_at(lowest.x)
+            if not self._look_towards(lowest.x, most_estimates):
+                return Outcome.STALLED, f"estimates fail beyond the best: {self.failed[-1]}"
 
-    def _look_at(self, x: FloatArray) -> None:
-        """Estimate sigma at x and add what that says to the model."""
+    def _look_towards(self, x: FloatArray, most_estimates: int) -> bool:
+        """Look at x or, where estimates fail, ever nearer to the best; whether one did not fail."""
+        best = self.best.x
+        away = float(np.linalg.norm(x - best))
+        self._reach *= 2
+        while self._looks < most_estimates:
+            share = min(1.0, self._reach / away)
+            if self._look_at(best + share * (x - best)):
+                return True
+            self._reach = share * away / 2
+        return False
+
+    def _look_at(self, x: FloatArray) -> bool:
+        """Estimate sigma at x and add what that says to the model; False where the estimate fails."""
         c = self.family.coefficients(x)
-        found = self.estimate(gram(c, self.cycle), *self.budget)
+        try:
+            found = self.estimate(gram(c, self.cycle), *self.budget)
+        except (ValueError, ArithmeticError) as error:
+            self.failed.append(error)
+            return False
         sigma, T = _checked(found, self.cycle)
         self.model.cuts.append(Cut.at(c, sigma, T))
         self.known.append(_Known(x, sigma, 0.5 * math.log(self.family.squared_error(x)[0]) + math.log(sigma)))
+        return True
 
     def solution(self, outcome: Outcome, detail: str, workload: Workload, clock: Clock) -> BinsSolution:
         best, strategy = self.best, self.family.strategy(self.best.x)

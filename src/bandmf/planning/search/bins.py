@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from bandmf import _check
-from bandmf.accounting.bins import calibrate, estimate, gram_matrix
+from bandmf.accounting.bins import NotCertifiedError, calibrate, estimate, gram_matrix
 from bandmf.accounting.verified import Certificate
 from bandmf.optimize.bins.search import guess_for_bins, optimize_for_bins
 from bandmf.planning.candidate import Candidate, Progress
@@ -55,12 +55,20 @@ def families(request: Request) -> Iterator[tuple[str, int]]:
 def search(request: Request, progress: Progress | None) -> list[Found]:
     """The best strategy of each family, by estimates."""
     if request.strategy is not None:
-        results = [_given(request, request.strategy)]
+        searches = [partial(_given, request, request.strategy)]
     else:
-        results = [_best(request, *family, progress) for family in families(request)]
-    for each in results:
-        if progress is not None:
-            progress(each.candidate)
+        searches = [partial(_best, request, *family, progress) for family in families(request)]
+    results, failed = list[Found](), list[Exception]()
+    for find in searches:
+        try:
+            results.append(find())
+        except (ValueError, ArithmeticError) as error:  # budgets far from any use, or samples that show nothing
+            failed.append(error)
+        else:
+            if progress is not None:
+                progress(results[-1].candidate)
+    if not results:
+        raise failed[0]
     return results
 
 
@@ -78,11 +86,15 @@ def glance(request: Request) -> Iterator[Found]:
         yield found.found(request, strategy, estimate(gram, epsilon, request.delta, samples=2**10).sigma)
 
 
-def cheapest(results: list[Found], alike: float = 0.02) -> Found:
-    """Of those with nearly the least error, the one whose noise takes the least time."""
-    least = min(each.candidate.rmse for each in results)
-    close = [each for each in results if each.candidate.rmse <= (1 + alike) * least]
-    return min(close, key=lambda each: (_work(each), each.candidate.rmse))
+def in_turn(results: list[Found], alike: float = 0.02) -> list[Found]:
+    """In which order to have them certified, until one is.
+
+    First, of those with nearly the least error, the one whose noise takes the least time; then by error.
+    """
+    by_error = sorted(results, key=lambda each: each.candidate.rmse)
+    close = [each for each in by_error if each.candidate.rmse <= (1 + alike) * by_error[0].candidate.rmse]
+    cheapest = min(close, key=_work)
+    return [cheapest, *(each for each in by_error if each is not cheapest)]
 
 
 def _work(result: Found) -> float:
@@ -125,16 +137,13 @@ def _best(request: Request, family: str, size: int, progress: Progress | None) -
     def search() -> tuple[Strategy, float]:
         if progress is not None:
             progress(f"optimizing {Candidate(size, 1, 1, None, 'balls-in-bins', family).name}")
-        solution = optimize_for_bins(
-            family,
-            request.steps,
-            cycle,
-            epsilon,
-            request.delta,
-            size=size,
-            workload=request.workload,
-            estimate=partial(estimate, samples=_samples(cycle), posterior=True),
-        )
+        problem, workload = (family, request.steps, cycle, epsilon), request.workload
+        look = partial(estimate, samples=_samples(cycle), posterior=True)
+        try:
+            solution = optimize_for_bins(*problem, request.delta, size=size, workload=workload, estimate=look)
+        except NotCertifiedError:  # no look showed anything: where the search begins, with more samples
+            guess = guess_for_bins(*problem, size=size, workload=workload)
+            return guess, estimate(gram_matrix(guess, cycle), epsilon, request.delta).sigma
         return solution.strategy, solution.sigma
 
     return found.searched(request, family, size, search)
