@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
 import bandmf
 from bandmf import optimize, strategies, workloads
-from bandmf.optimize.banded_inverse import _Loss
+from bandmf.optimize.banded_inverse import _losses
 from bandmf.optimize.federated import _AveragedLoss, _pattern_matrix
 from bandmf.participation import FixedEpochs, MinSeparation, Single
 from bandmf.sensitivities import certified_sensitivity
@@ -35,8 +37,8 @@ def test_no_other_damping_is_better(participation):
 def test_the_gradient_of_the_banded_inverse_is_right(largest):
     for workload in (workloads.prefix(50), workloads.momentum(50, 0.9)):
         for participation in (Single(), MinSeparation(3, 12), FixedEpochs(5)):
-            loss = _Loss(workload, participation, largest)
-            for x in (np.array([-0.4, -0.2, 0.1]), np.array([-0.9, 0.5, -0.1])):
+            points = (np.array([-0.4, -0.2, 0.1]), np.array([-0.9, 0.5, -0.1]))
+            for loss, x in itertools.product(_losses(workload, participation, largest), points):
                 assert_allclose(loss(x)[1], slope(lambda y, loss=loss: loss(y)[0], x, 1e-6), atol=1e-8)
 
 
@@ -51,6 +53,21 @@ def test_an_optimized_banded_inverse_beats_bisr_and_more_bands_are_better(partic
         assert solution.rmse <= bandmf.rmse(bisr, participation=participation)
         values.append(solution.rmse)
     assert values == sorted(values, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("steps", "pattern", "better"),
+    [
+        (250, MinSeparation(5, 50), [-0.479, -0.132, -0.282]),
+        (144, MinSeparation(3, 48), [-0.49, -0.126, -0.061, -0.21]),
+    ],
+)
+def test_an_optimized_banded_inverse_need_not_have_coefficients_that_never_increase(steps, pattern, better):
+    solution = optimize.banded_inverse(steps, len(better) + 1, participation=pattern)
+    known = strategies.BandedInverse([1.0, *better], steps)
+    assert np.diff(known.toeplitz()).max() > 0.01
+    assert solution.converged
+    assert solution.rmse <= bandmf.rmse(known, participation=pattern)
 
 
 def test_two_inverse_bands_are_lambda_cgd_with_the_best_lambda():

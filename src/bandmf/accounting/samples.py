@@ -6,20 +6,16 @@ import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import numpy as np
-from threadpoolctl import ThreadpoolController
 
 from bandmf._types import FloatArray
+from bandmf.error.threads import one_thread
 
 Draw = Callable[[np.random.Generator, int], FloatArray]  # (generator, rows) -> independent samples
 _PIECE = 2**14  # numbers computed at once: fits a processor's cache
 _PIECES = 16  # in a chunk, which has its own generator
-_WIDE = 512
 
 
 @dataclass(frozen=True)
@@ -78,20 +74,6 @@ def sample_sums(draw: Draw, count: int, width: int, seed: int, stream: int, work
             parts = list(pool.map(one, range(chunks)))
     totals, squares, largest = zip(*parts, strict=True)
     return Sums(count, math.fsum(totals), math.fsum(squares), max(largest))
-
-
-def one_thread(width: int = 0) -> AbstractContextManager[Any]:
-    """Linear algebra without threads of its own, for matrices up to a few hundred wide.
-
-    Inside of our threads, or on a busy machine, they wait for each other: up to ten times slower on two cores.
-    """
-    return nullcontext() if width > _WIDE else _libraries().limit(limits=1, user_api="blas")
-
-
-@cache
-def _libraries() -> ThreadpoolController:
-    """The libraries in this process that have threads; NumPy's are loaded by now."""
-    return ThreadpoolController()
 
 
 def cores() -> int:

@@ -28,6 +28,7 @@ from bandmf._types import FloatArray
 from bandmf.error import band_covariance
 from bandmf.error.band_covariance import BandCovariance
 from bandmf.error.closed_form import ClosedForm, closed_form
+from bandmf.error.threads import one_thread
 from bandmf.participation import Participation, Single
 from bandmf.sensitivities import sensitivity
 from bandmf.strategies import BandedToeplitz, Strategy
@@ -152,8 +153,9 @@ def _per_step_error_by_state(operator: StreamingOperator, steps: int) -> FloatAr
     """The variance of each output of a state-space operator on white noise: P' = F P F' + G G'."""
     assert operator.matrices is not None
     errors, P = np.empty(steps), np.zeros((operator.buffers, operator.buffers))
-    for i in range(steps):
-        F, G, H, D = operator.matrices(i)
-        errors[i] = H @ P @ H + D * D
-        P = F @ P @ F.T + np.outer(G, G)
+    with one_thread(len(P)):
+        for i in range(steps):
+            F, G, H, D = operator.matrices(i)
+            errors[i] = H @ P @ H + D * D
+            P = F @ P @ F.T + np.outer(G, G)
     return errors

@@ -23,6 +23,7 @@ from __future__ import annotations
 import numpy as np
 
 from bandmf._types import FloatArray
+from bandmf.error.threads import one_thread
 
 WORST_CONDITION = 100  # for errors good to 1e-9; beyond it another path is taken
 # Smaller blocks waste time in the interpreter, larger ones in arithmetic on zeros.
@@ -43,9 +44,14 @@ class BandCovariance:
         self.steps, self.width = columns.shape
         self.known = 0 if start is None else len(start)
         size = self.known or max(self.width - 1, _SMALLEST_BLOCK)
-        blocks = to_blocks(columns, size)  # kept for `condition`
+        self._inputs = to_blocks(columns, size)  # kept for `condition`
+        with one_thread(size):
+            self._forwards(self._inputs, start)
+        self.errors = np.diagonal(self.P, axis1=1, axis2=2).reshape(-1)[self.known : self.steps]
+
+    def _forwards(self, blocks: FloatArray, start: FloatArray | None) -> None:
+        size = blocks.shape[2]
         self.X = lower_inverse(blocks[:, :size])
-        self._inputs = blocks
         self.T = self.X[1:] @ blocks[:-1, size:]
         self.P = self.X @ self.X.swapaxes(1, 2)
         if start is not None:
@@ -53,7 +59,6 @@ class BandCovariance:
         for i in range(1, len(self.P)):
             T = self.T[i - 1]
             self.P[i] += T @ self.P[i - 1] @ T.T
-        self.errors = np.diagonal(self.P, axis1=1, axis2=2).reshape(-1)[self.known : self.steps]
 
     @property
     def condition(self) -> float:
@@ -68,6 +73,10 @@ class BandCovariance:
 
     def gradient(self, weights: FloatArray) -> tuple[FloatArray, FloatArray]:
         """d(weights . errors): with respect to the columns, and to `start`."""
+        with one_thread(self.X.shape[1]):
+            return self._backwards(weights)
+
+    def _backwards(self, weights: FloatArray) -> tuple[FloatArray, FloatArray]:
         count, size, _ = self.X.shape
         Q = np.zeros_like(self.X)
         padded = np.zeros(count * size)

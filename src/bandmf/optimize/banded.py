@@ -200,7 +200,15 @@ class _Search:
             return total, self.pullback(x, slope)
 
         memory = 10 if x.size < 5_000_000 else 6  # each unit costs two vectors of that size
-        return descend(value, x, max_iterations=max_iterations, memory=memory, watch=self.listener, proved=proof)
+        return descend(
+            value,
+            x,
+            max_iterations=max_iterations,
+            memory=memory,
+            width=self.entries(x).shape[1],
+            watch=self.listener,
+            proved=proof,
+        )
 
     def _examine(self, x: FloatArray) -> tuple[Banded, FloatArray]:
         band = self.entries(x)

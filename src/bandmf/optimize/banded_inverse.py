@@ -8,15 +8,18 @@ r * c = 1:
     MinSeparation(k, s)    |sum of k shifts by s| of c where c never increases, else of its least majorant that does
                            not: certified, but not always the tightest bound
 
-Each is a filter, and so is its adjoint. Where c is not monotone the tighter bounds of bandmf.sensitivities have no
-derivative worth having; up to a few hundred steps the search goes on without any. The solution is the best of all
-that was found, and of the square root's inverse, by its certified error.
+Each is a filter, and so is its adjoint. With MinSeparation, where c is not monotone, the certified error lies between
+two losses: that of the majorant, and that of the one pattern 0, s, 2 s, ..., as with FixedEpochs. A minimum of the
+second where the two meet is one of the certified error, and often below the best c that never increases. Elsewhere the
+bounds have no derivative worth having; up to a few hundred steps the search goes on without any. The solution is the
+best of all that was found, and of the square root's inverse, by its certified error.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 from scipy.optimize import minimize
@@ -51,8 +54,7 @@ def banded_inverse(
     """The strategy of least error whose inverse has `bands` Toeplitz coefficients.
 
     `rmse` includes the sensitivity under `participation`. O(n p) an evaluation. With two bands it is
-    lambda-CGD with the best lambda. With several participations and many steps, the best of those whose C has
-    coefficients that never increase.
+    lambda-CGD with the best lambda.
 
     >>> solution = banded_inverse(1024, 8)
     >>> round(solution.rmse, 4), solution.converged
@@ -66,27 +68,34 @@ def banded_inverse(
     participation = checked_participation(participation)
     measure = max_error if largest else rmse
 
+    @cache
+    def of(x: tuple[float, ...]) -> float:
+        return measure(BandedInverse(np.array([1.0, *x]), steps), workload=workload, participation=participation)
+
     def certified(x: FloatArray) -> float:
-        strategy = BandedInverse(np.append(1.0, x), steps)
-        return measure(strategy, workload=workload, participation=participation)
+        return of(tuple(x))
 
     start = banded_inverse_square_root(steps, bands).inverse_coefficients[1:]
     descent = Descent(start, 0.0, 0, Outcome.CLOSED_FORM, "one band: nothing to choose")
     if bands > 1:
-        loss = _Loss(workload, participation, largest)
-        descent = descend(loss, start, watch=watch)
-        descent.x = min((start, descent.x), key=certified)
-        if descent.outcome is Outcome.STALLED or not loss.smooth(descent.x):
+        losses = _losses(workload, participation, largest)
+        descents = [descend(loss, start, watch=watch) for loss in losses]
+        for each in descents:
+            each.x = min((start, each.x), key=certified)
+        loss, descent = min(zip(losses, descents, strict=True), key=lambda pair: certified(pair[1].x))
+        descent.iterations = sum(each.iterations for each in descents)
+        attained = math.isclose(math.exp(loss(descent.x)[0]), certified(descent.x) ** 2, rel_tol=1e-9)
+        if descent.outcome is Outcome.STALLED or not (attained and loss.smooth(descent.x)):
             descent = _polish(certified, descent, steps)
-    strategy = BandedInverse(np.append(1.0, descent.x), steps)
-    mean = rmse(strategy, workload=workload, participation=participation)
-    return Solution.of(strategy, mean, descent, clock, objective=certified(descent.x))
+    strategy, least = BandedInverse(np.append(1.0, descent.x), steps), certified(descent.x)
+    mean = rmse(strategy, workload=workload, participation=participation) if largest else least
+    return Solution.of(strategy, mean, descent, clock, objective=least)
 
 
 def _polish(certified: Callable[[FloatArray], float], descent: Descent, steps: int) -> Descent:
     """Search the certified error itself, without derivatives, until a fresh simplex gains nothing."""
     if steps * (len(descent.x) + 1) > _POLISHED_SIZE:
-        descent.outcome, descent.detail = Outcome.STALLED, "where the coefficients of C stop decreasing"
+        descent.outcome, descent.detail = Outcome.STALLED, "where the worst pattern changes"
         return descent
 
     def guarded(x: FloatArray) -> float:
@@ -116,22 +125,30 @@ def chain_to_inverse(r: FloatArray, c: FloatArray, slope: FloatArray) -> FloatAr
     return -correlate(np.pad(adjoint, (0, len(r) - 1)), c)
 
 
-class _Loss:
-    """log(sensitivity^2 * error) over r_1 ... r_{p-1}, r_0 = 1."""
+def _losses(workload: Workload, participation: Participation, largest: bool) -> list[_Loss]:
+    """The certified error, or bounds from above and from below."""
+    if isinstance(participation, FixedEpochs):
+        return [_Loss(workload, participation, largest, aligned=True)]
+    above = _Loss(workload, participation, largest)
+    return [above] if above.count == 1 else [above, _Loss(workload, participation, largest, aligned=True)]
 
-    def __init__(self, workload: Workload, participation: Participation, largest: bool) -> None:
+
+class _Loss:
+    """log(sensitivity^2 * error) over r_1 ... r_{p-1}, r_0 = 1; `aligned`: over the pattern 0, s, 2 s, ... alone."""
+
+    def __init__(self, workload: Workload, participation: Participation, largest: bool, aligned: bool = False) -> None:
         assert workload.coefficients is not None
         n = workload.steps
         self.steps, self.workload, self.largest = n, workload, largest
         self.count, self.separation = participation.spacing(n)
-        self.fixed = isinstance(participation, FixedEpochs)
+        self.aligned = aligned
 
     def __call__(self, x: FloatArray) -> tuple[float, FloatArray]:
         r = np.append(1.0, x)
         found = BandedInverseError(r, self.workload)
         error, error_slope = found.maximum() if self.largest else found.mean(), found.gradient(self.largest)
         c = self.coefficients(x)
-        square, slope = self._fixed_epochs(c) if self.fixed else self._separated(c)
+        square, slope = self._one_pattern(c) if self.aligned else self._separated(c)
         square_slope = chain_to_inverse(r, c, slope)
         value = math.log(error) + math.log(square)
         return value, (error_slope / error + square_slope / square)[1:]
@@ -141,9 +158,9 @@ class _Loss:
         return divide_series(np.eye(1, self.steps)[0], np.append(1.0, x))
 
     def smooth(self, x: FloatArray) -> bool:
-        """Whether the loss is the squared certified error and has a derivative here."""
+        """Whether the loss has a derivative here, and the majorant, where there is one, is C itself."""
         c = self.coefficients(x)
-        if self.fixed:
+        if self.aligned:
             shifted = self._shifted(c)
             X = np.abs(shifted @ shifted.T)
             return bool(X.min() > 1e-6 * X.max())
@@ -151,7 +168,7 @@ class _Loss:
         level = (c[:-1] > 1e-6 * c[0]) & (falls < 1e-9 * c[0])
         return self.count == 1 or bool(c.min() >= -rounding and falls.min() >= -rounding and not level.any())
 
-    def _fixed_epochs(self, c: FloatArray) -> tuple[float, FloatArray]:
+    def _one_pattern(self, c: FloatArray) -> tuple[float, FloatArray]:
         """sum |X_ij| over the pattern that starts at 0, and its derivative."""
         shifted = self._shifted(c)
         X = shifted @ shifted.T

@@ -24,6 +24,7 @@ import numpy as np
 from bandmf import band_columns
 from bandmf._types import FloatArray
 from bandmf.error.band_covariance import band_of_blocks, lower_inverse, to_blocks
+from bandmf.error.threads import one_thread
 from bandmf.optimize.objectives import Objective
 from bandmf.strategies import Strategy
 from bandmf.workloads import Workload
@@ -54,7 +55,8 @@ def lower_bound(columns: FloatArray, inverse: FloatArray, errors: FloatArray, we
     """No strategy with as many bands has a smaller weighted sum of its errors; -inf where that is not proved."""
     total = float(weights @ errors)
     X = band_columns.gram(columns)
-    S = _band_of_covariance(columns, inverse, weights)
+    with one_thread(columns.shape[1]):
+        S = _band_of_covariance(columns, inverse, weights)
     twice = np.full(S.shape[1], 2.0)
     twice[0] = 1.0
     check = float(np.sum(S * X * twice))

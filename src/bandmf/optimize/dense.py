@@ -21,6 +21,7 @@ from scipy.linalg import LinAlgError, cho_solve, cholesky, eigh
 
 from bandmf import _check, band_columns, workloads
 from bandmf._types import FloatArray
+from bandmf.error.threads import one_thread
 from bandmf.optimize.banded import DEFAULT_GAP
 from bandmf.optimize.certificate import relative_gap
 from bandmf.optimize.descent import Descent, Outcome, Watcher, descend
@@ -79,12 +80,13 @@ def dense(
     max_iterations = _check.whole("max_iterations", max_iterations)
     classes = Classes(steps, epochs)
     solve: Solver = DualIteration(A, classes, watch) if full else BandSearch(A, classes, bands, watch)
-    if full and goal.name == "last":
-        found = last_step(A[-1], classes, gap)
-    elif goal.name == "max":
-        found = _minimax(A, solve, gap, max_iterations)
-    else:
-        found = solve(goal, gap, max_iterations)
+    with one_thread(steps):
+        if full and goal.name == "last":
+            found = last_step(A[-1], classes, gap)
+        elif goal.name == "max":
+            found = _minimax(A, solve, gap, max_iterations)
+        else:
+            found = solve(goal, gap, max_iterations)
     return _solution(A, found, goal, epochs, gap, clock)
 
 
@@ -287,6 +289,7 @@ class BandSearch:
             self.x,
             max_iterations=max_iterations,
             memory=20,
+            width=len(self.A),
             watch=self.watch,
             proved=proved,
         )

@@ -15,6 +15,7 @@ from enum import StrEnum
 import numpy as np
 
 from bandmf._types import FloatArray
+from bandmf.error.threads import one_thread
 
 LossAndGradient = Callable[[FloatArray], tuple[float, FloatArray]]
 Watcher = Callable[[int, float, FloatArray], bool]
@@ -64,6 +65,7 @@ def descend(
     max_iterations: int = 1000,
     tolerance: float = 1e-14,
     memory: int = 10,
+    width: int = 0,
     watch: Watcher | None = None,
     proved: Watcher | None = None,
 ) -> Descent:
@@ -72,8 +74,21 @@ def descend(
     `watch` and `proved` are called after each iteration with (iteration, loss, x); the first ends the search by
     returning True, the second ends it because what was to be proved is. Without that, the search ends when two
     iterations in a row improve the loss by less than `tolerance`; it has converged when the quadratic model then
-    promises next to nothing more.
+    promises next to nothing more. Linear algebra has threads only if the loss has matrices of a large `width`.
     """
+    with one_thread(width):
+        return _descend(loss_and_gradient, start, max_iterations, tolerance, memory, watch, proved)
+
+
+def _descend(
+    loss_and_gradient: LossAndGradient,
+    start: FloatArray,
+    max_iterations: int,
+    tolerance: float,
+    memory: int,
+    watch: Watcher | None,
+    proved: Watcher | None,
+) -> Descent:
     x = np.array(start, dtype=np.float64)
     loss, slope = _evaluate(loss_and_gradient, x)
     if not math.isfinite(loss):

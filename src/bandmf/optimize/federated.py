@@ -81,7 +81,7 @@ def averaged_banded_toeplitz(
     faded = _faded(steps, min(wanted[0], bands), bands)[0]
     theta[: len(faded)] = faded
     falls = np.maximum(-np.diff(theta, append=0.0), 1e-6 * theta[0])
-    descent = descend(loss, np.sqrt(falls), tolerance=1e-11, watch=watch)
+    descent = descend(loss, np.sqrt(falls), tolerance=1e-11, width=bands, watch=watch)
     descent.x = loss.theta(descent.x)
     return _solution(descent, steps, wanted, max_participations, clock)
 

@@ -129,7 +129,7 @@ class _Family:
         for last, goal in [(goal is stages[-1], goal) for goal in stages]:
             while True:
                 loss = partial(self.loss, goal=goal, terms=terms)
-                descent = descend(loss, theta, tolerance=self.tolerance, watch=watch)
+                descent = descend(loss, theta, tolerance=self.tolerance, width=len(theta), watch=watch)
                 theta, iterations = descent.x, iterations + descent.iterations
                 needed = self._error(theta, terms).response.terms_to_settle(len(theta))
                 if self.terms or needed <= terms or not last:
@@ -153,7 +153,7 @@ class _Family:
 
         if not math.isfinite(loss(theta)[0]):
             return None
-        descent = descend(loss, theta, tolerance=self.tolerance, watch=watch)
+        descent = descend(loss, theta, tolerance=self.tolerance, width=len(theta), watch=watch)
         return descent if SettledToeplitz(descent.x, self.workload.steps).applies else None
 
     def loss(self, theta: FloatArray, goal: Objective, terms: int) -> tuple[float, FloatArray]:

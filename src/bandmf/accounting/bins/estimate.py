@@ -19,7 +19,8 @@ from bandmf.accounting.bins.loss import privacy_loss
 from bandmf.accounting.bins.tuning import Pilot
 from bandmf.accounting.events import MAX_EPSILON, MIN_EPSILON
 from bandmf.accounting.sampled_root import RELIABLE, approach, not_found, solve
-from bandmf.accounting.samples import Sums, generator, one_thread
+from bandmf.accounting.samples import Sums, generator
+from bandmf.error.threads import one_thread
 
 _ROUGH = (2**10, 2**13, 2**15)  # samples of a first look: more where fewer show nothing
 _BOUND_OVER_DELTA = 100.0  # about, for the chain of least bound
