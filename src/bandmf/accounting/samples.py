@@ -7,12 +7,14 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from bandmf._types import FloatArray
 from bandmf.error.threads import one_thread
 
+T = TypeVar("T")
 Draw = Callable[[np.random.Generator, int], FloatArray]  # (generator, rows) -> independent samples
 _PIECE = 2**14  # numbers computed at once: fits a processor's cache
 _PIECES = 16  # in a chunk, which has its own generator
@@ -56,24 +58,38 @@ def sample_sums(draw: Draw, count: int, width: int, seed: int, stream: int, work
 
     Guarantees: the same for any number of workers. Threads suffice: NumPy computes without the interpreter.
     """
+
+    def one(samples: FloatArray) -> tuple[float, float, float]:
+        return float(samples.sum()), float(np.square(samples).sum()), float(samples.max())
+
+    totals, squares, largest = zip(*over_chunks(draw, one, count, width, seed, stream, workers), strict=True)
+    return Sums(count, math.fsum(totals), math.fsum(squares), max(largest))
+
+
+def over_chunks(
+    draw: Draw,
+    one: Callable[[FloatArray], T],
+    count: int,
+    width: int,
+    seed: int,
+    stream: int,
+    workers: int | None = None,
+) -> list[T]:
+    """`one` of the samples of each chunk, which are the last axis of what `draw` returns."""
     piece = max(32, _PIECE // width)
     rows = _PIECES * piece
     chunks = -(-count // rows)
 
-    def one(chunk: int) -> tuple[float, float, float]:
+    def of(chunk: int) -> T:
         own, rows_left = generator(seed, stream, chunk), min(rows, count - chunk * rows)
         sizes = [min(piece, rows_left - done) for done in range(0, rows_left, piece)]
-        samples = np.concatenate([draw(own, size) for size in sizes])
-        return float(samples.sum()), float(np.square(samples).sum()), float(samples.max())
+        return one(np.concatenate([draw(own, size) for size in sizes], axis=-1))
 
     workers = min(workers or cores(), chunks)
     if workers == 1:
-        parts = [one(chunk) for chunk in range(chunks)]
-    else:
-        with one_thread(), ThreadPoolExecutor(workers) as pool:
-            parts = list(pool.map(one, range(chunks)))
-    totals, squares, largest = zip(*parts, strict=True)
-    return Sums(count, math.fsum(totals), math.fsum(squares), max(largest))
+        return [of(chunk) for chunk in range(chunks)]
+    with one_thread(), ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(of, range(chunks)))
 
 
 def cores() -> int:

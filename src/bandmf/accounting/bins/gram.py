@@ -106,14 +106,14 @@ def _raised_coefficients(strategy: Strategy) -> FloatArray | None:
     return raised
 
 
-def _raised_columns(strategy: Strategy) -> Callable[[int, int], FloatArray]:
+def raised_columns(strategy: Strategy) -> Callable[[int, int], FloatArray]:
     """Columns start ... stop of |C|, none less than the exact one up to the rounding that is added at the end."""
     if isinstance(strategy, Scaled):
-        raised, scales = _raised_columns(strategy.strategy), strategy.scales
+        raised, scales = raised_columns(strategy.strategy), strategy.scales
         return lambda start, stop: raised(start, stop) * scales[start:stop, None]
     if isinstance(strategy, Stamped):
         length = strategy.epoch.steps
-        epoch = _raised_columns(strategy.epoch)(0, length)
+        epoch = raised_columns(strategy.epoch)(0, length)
         return lambda start, stop: epoch[np.arange(start, stop) % length]
     theta = _raised_coefficients(strategy)
     if theta is None:
@@ -171,7 +171,7 @@ def _of_rows(strategy: Strategy, cycle: int, start: int) -> FloatArray:
         remedy = "use a Toeplitz strategy, a banded inverse or a BLT"
         raise _check.fail("cycle", cycle, f"too large for steps={n} and a general strategy", remedy)
     m = np.zeros((cycle, width - start + cycle))  # room to the left for rows before `start`
-    columns = _raised_columns(strategy)
+    columns = raised_columns(strategy)
     for epoch in range(max(0, (start - bands) // cycle), -(-n // cycle)):
         for j, column in enumerate(columns(epoch * cycle, min(n, (epoch + 1) * cycle))):
             row = epoch * cycle + j - start  # of the column's first entry

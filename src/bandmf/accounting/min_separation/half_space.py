@@ -13,6 +13,7 @@ L is at least the probability that the example never takes part; where that exce
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import numpy as np
 
@@ -25,7 +26,26 @@ _ROUNDS = 60
 _SLACK = 1e-9  # of a distance, for the rounding of the tangent
 
 
-def half_space(loss: Loss, epsilon: float) -> HalfSpace | None:
+class Likelihood(Protocol):
+    """What is asked of a likelihood ratio, as a mean of exp(<m_S, x> - |m_S|^2 / 2)."""
+
+    @property
+    def steps(self) -> int: ...
+
+    def means(self, counts: FloatArray) -> FloatArray: ...
+
+    def products(self, x: FloatArray) -> FloatArray: ...
+
+    def log_likelihoods(self, products: FloatArray) -> FloatArray: ...
+
+    def posterior(self, x: FloatArray) -> tuple[float, FloatArray]:
+        """log L, and the counts of which `means` makes its gradient."""
+        ...
+
+    def rounding(self, distance: float) -> float: ...
+
+
+def half_space(loss: Likelihood, epsilon: float) -> HalfSpace | None:
     """The farthest half space found, `positions` being the normal g; None where none has a positive distance."""
     x0, best = np.zeros(loss.steps), None
     for round_ in range(_ROUNDS):
@@ -45,7 +65,9 @@ def half_space(loss: Loss, epsilon: float) -> HalfSpace | None:
     return best if best is not None and best.distance > 0 else None
 
 
-def sample_add(side: HalfSpace, loss: Loss, epsilon: float, generator: np.random.Generator, rows: int) -> FloatArray:
+def sample_add(
+    side: HalfSpace, loss: Likelihood, epsilon: float, generator: np.random.Generator, rows: int
+) -> FloatArray:
     """Independent samples with the add divergence as expectation, none above its bound."""
     s, d, normal = side.steepness, side.distance, side.positions
     x = generator.standard_normal((loss.steps, rows)) - (d / s * normal)[:, None]
