@@ -13,6 +13,8 @@ from scipy.signal import lfilter
 
 from bandmf import band_columns, error, streaming, workloads
 from bandmf.error import (
+    last_row,
+    last_squared_error,
     max_error,
     max_squared_error,
     mean_squared_error,
@@ -24,7 +26,16 @@ from bandmf.error.band_covariance import BandCovariance
 from bandmf.error.toeplitz import ToeplitzError
 from bandmf.optimize import banded_toeplitz
 from bandmf.participation import FixedEpochs, MinSeparation
-from bandmf.strategies import Banded, BandedToeplitz, Dense, Identity
+from bandmf.strategies import (
+    Banded,
+    BandedToeplitz,
+    BufferedToeplitz,
+    Dense,
+    Identity,
+    banded_inverse_square_root,
+    stamping,
+    tree_aggregation,
+)
 from bandmf.streaming import Matrices, StreamingOperator
 from oracles import banded_matrix, errors, normalized, random_columns, rmse, square_root_coefficients, toeplitz_matrix
 from test_workloads import WORKLOADS
@@ -72,6 +83,7 @@ def check_errors(strategy, C, workload, A):
     assert_allclose(per_step_error(strategy, workload=workload), expected, rtol=tolerance)
     assert_allclose(mean_squared_error(strategy, workload=workload), expected.mean(), rtol=tolerance)
     assert_allclose(max_squared_error(strategy, workload=workload), expected.max(), rtol=tolerance)
+    assert_allclose(last_squared_error(strategy, workload=workload), expected[-1], rtol=tolerance)
     assert_allclose(error.rmse(strategy, workload=workload), rmse(C, A), rtol=tolerance)
 
 
@@ -353,3 +365,52 @@ def test_very_many_bands_that_fall_slowly_take_no_minutes():
     assert time.perf_counter() - start < 30
     last = np.cumsum(np.linalg.solve(strategy.materialize(), np.eye(3_000, 40)), axis=0)
     assert found[39] == pytest.approx(np.sum(last[39] ** 2), rel=1e-9)
+
+
+# --- the model that is kept ---------------------------------------------------------------------------
+
+WITH_A_SMALL_STATE = {
+    "tree": tree_aggregation(STEPS),
+    "stamped": stamping(BandedToeplitz([1.0, 0.5], 5), 4),
+    "inverse": banded_inverse_square_root(STEPS, 6),
+    "blt": BufferedToeplitz([0.3, 0.1], [0.9, 0.99], STEPS),
+}
+
+
+@pytest.mark.parametrize("name", [*STRATEGIES, *WITH_A_SMALL_STATE])
+@pytest.mark.parametrize("averaging", [None, workloads.exponential(0.9), workloads.tail(0.5)])
+def test_the_last_error_is_that_of_the_dense_formula_and_its_row_that_of_the_matrix(name, averaging):
+    strategy = WITH_A_SMALL_STATE[name] if name in WITH_A_SMALL_STATE else STRATEGIES[name][0]
+    for workload in (
+        workloads.prefix(strategy.steps, averaging=averaging),
+        workloads.momentum(strategy.steps, 0.9, workloads.cosine(strategy.steps), averaging=averaging),
+    ):
+        B = workload.materialize() @ strategy.inverse().materialize(strategy.steps)
+        assert_allclose(last_row(strategy, workload=workload), B[-1], atol=1e-12 * np.abs(B).max())
+        assert_allclose(last_squared_error(strategy, workload=workload), B[-1] @ B[-1], rtol=1e-10)
+        assert_allclose(per_step_error(strategy, workload=workload), np.sum(B**2, axis=1), rtol=1e-10)
+
+
+def test_the_last_error_includes_the_sensitivity_and_equals_the_objective_that_was_minimized():
+    kept = workloads.prefix(64, averaging=workloads.exponential(0.9))
+    taking_part = MinSeparation(4, 16)
+    solution = banded_toeplitz(64, 8, workload=kept, participation=taking_part, objective="last")
+    last = error.last_error(solution.strategy, workload=kept, participation=taking_part)
+    assert_allclose(last, solution.objective, rtol=1e-12)
+    mean = banded_toeplitz(64, 8, workload=kept, participation=taking_part).strategy
+    assert last < error.last_error(mean, workload=kept, participation=taking_part)
+
+
+@pytest.mark.parametrize("objective", ["mean", "max", "last", np.arange(STEPS)], ids=str)
+def test_every_objective_is_that_aggregate_of_the_per_step_errors(objective):
+    strategy, workload = STRATEGIES["normalized"][0], WORKLOADS["schedule, tail"][0]
+    errors = per_step_error(strategy, workload=workload)
+    by_name = {"mean": errors.mean(), "max": errors.max(), "last": errors[-1]}
+    expected = by_name[objective] if isinstance(objective, str) else np.average(errors, weights=objective)
+    assert_allclose(error.squared_error(strategy, workload=workload, objective=objective), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("objective", ["least", [1.0], np.zeros(STEPS), -np.ones(STEPS)], ids=str)
+def test_an_objective_that_is_none_is_refused(objective):
+    with pytest.raises(ValueError, match="objective="):
+        error.squared_error(STRATEGIES["identity"][0], objective=objective)

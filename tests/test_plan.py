@@ -490,6 +490,11 @@ def test_a_plan_can_be_pickled_and_a_workload_of_ones_own_is_asked_for_again(pla
     falling = workloads.momentum(400, 0.9, np.linspace(1, 0.1, 400))
     momentum = bandmf.plan(**SMALL, strategy=plan.strategy, workload=falling)
     assert bandmf.Plan.load(momentum.save(tmp_path / "m.json")).rmse == momentum.rmse
+    kept = workloads.momentum(400, 0.9, falling.recipe[1]["learning_rates"], averaging=workloads.tail(0.25))
+    averaged = bandmf.plan(**SMALL, strategy=plan.strategy, workload=kept)
+    assert bandmf.Plan.load(averaged.save(tmp_path / "averaged.json")) == averaged
+    assert pickle.loads(pickle.dumps(averaged)) == averaged
+    assert averaged.rmse < momentum.rmse
     own = workloads.streaming_operator(bandmf.streaming.prefix(), 400, "mine")
     made = bandmf.plan(**SMALL, strategy=momentum.strategy, workload=own)
     path = made.save(tmp_path / "own.json")

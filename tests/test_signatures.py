@@ -42,7 +42,7 @@ def test_optimizers_take_workload_participation_and_objective_by_keyword_in_this
         assert len(positional) == (1 if SIZED[name] is None else 2)
 
 
-@pytest.mark.parametrize("function", [bandmf.rmse, bandmf.max_error])
+@pytest.mark.parametrize("function", [bandmf.rmse, bandmf.max_error, bandmf.last_error])
 def test_errors_take_workload_and_participation_by_keyword_in_this_order(function):
     parameters = inspect.signature(function).parameters.values()
     assert [p.name for p in parameters if p.kind is p.KEYWORD_ONLY] == ["workload", "participation"]

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import pickle
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -32,6 +37,52 @@ WORKLOADS = {
     "unstable inverse": (workloads.toeplitz([1.0, 3.0], N), toeplitz_matrix([1.0, 3.0], N)),
     "operator": (workloads.streaming_operator(streaming.prefix() @ streaming.prefix(), N), np.tri(N) @ np.tri(N)),
 }
+AVERAGES = {
+    "decay": workloads.exponential(0.8),
+    "from the first": workloads.exponential(0.99, start="first"),
+    "debiased": workloads.exponential(0.99, start="debiased"),
+    "no decay": workloads.exponential(0.0, start="debiased"),
+    "tail": workloads.tail(0.4),
+    "all": workloads.tail(1),
+    "every other": workloads.shares(np.arange(N) % 2 / 2),
+}
+
+
+def averages_matrix(name):
+    """Each kept model written out from its definition in words."""
+    E = np.zeros((N, N))
+    for i in range(N):
+        ages = i - np.arange(i + 1)
+        if name == "decay":
+            E[i, : i + 1] = 0.2 * 0.8**ages
+        elif name == "from the first":
+            E[i, : i + 1] = np.append(0.99 ** (ages[0]), 0.01 * 0.99 ** ages[1:])
+        elif name == "debiased":
+            E[i, : i + 1] = 0.99**ages / np.sum(0.99**ages)
+        elif name == "no decay":
+            E[i, i] = 1
+        elif name in ("tail", "all"):
+            last = {"tail": 9, "all": 23}[name]
+            counted = np.arange(i + 1) >= min(N - last, i)
+            E[i, : i + 1] = counted / counted.sum()
+        else:
+            E[i] = (E[i - 1] + np.eye(N)[i]) / 2 if i % 2 else E[i - 1]
+    return E
+
+
+for name, averaging in AVERAGES.items():
+    E = averages_matrix(name)
+    matrix = momentum_matrix(SCHEDULE, 0.9, 0.2)
+    WORKLOADS[f"prefix, {name}"] = workloads.prefix(N, averaging=averaging), E @ np.tri(N)
+    schedule = workloads.momentum(N, 0.9, SCHEDULE, weight_decay=0.2, averaging=averaging)
+    WORKLOADS[f"schedule, {name}"] = schedule, E @ matrix
+E, full = averages_matrix("decay"), 1 / np.arange(1.0, N + 1)
+for name, plain in (
+    ("momentum", partial(workloads.momentum, momentum=0.9)),
+    ("full", partial(workloads.toeplitz, full)),
+):
+    WORKLOADS[f"{name}, decay"] = plain(steps=N, averaging=AVERAGES["decay"]), E @ plain(steps=N).materialize()
+del name, averaging, plain, E, matrix, schedule, full
 every_workload = pytest.mark.parametrize(("workload", "matrix"), WORKLOADS.values(), ids=WORKLOADS.keys())
 
 
@@ -115,3 +166,65 @@ def test_a_workload_of_another_length_is_refused(workload, matrix):
 @pytest.mark.parametrize("steps", [4096, 10**12])
 def test_prefix_costs_nothing_before_it_is_used(steps):
     assert_allclose(workloads.prefix(steps).inverse_columns(steps - 2, steps), [[1, -1], [1, 0]])
+
+
+@every_workload
+def test_a_workload_survives_pickling_and_its_recipe_is_plain(workload, matrix):
+    if workload.recipe is None:
+        with pytest.raises(TypeError, match="cannot be pickled"):
+            pickle.dumps(workload)
+        return
+    again = pickle.loads(pickle.dumps(workload))
+    kind, arguments = workload.recipe
+    plain = json.dumps(
+        {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in arguments.items()}
+    )
+    for copy in (again, workloads.from_recipe((kind, json.loads(plain)), N)):
+        assert copy.name == workload.name
+        assert_allclose(copy.materialize(), matrix, rtol=1e-12, atol=1e-12)
+
+
+@every_workload
+def test_the_last_row_is_that_of_the_matrix(workload, matrix):
+    assert_allclose(workload.operator.last_row(N), matrix[-1], rtol=1e-12, atol=1e-12)
+
+
+def test_an_average_of_constant_share_keeps_a_toeplitz_workload_and_its_limit():
+    kept = workloads.momentum(N, 0.9, averaging=workloads.exponential(0.8))
+    assert kept.limit == workloads.momentum(N, 0.9).limit
+    assert_allclose(kept.coefficients(1000)[-1], kept.limit, rtol=1e-12)
+    assert kept.inverse_columns(0, N).shape == (N, 4)
+    assert kept.name == "momentum 0.9, averaged with decay 0.8"
+
+
+@pytest.mark.parametrize("averaging", AVERAGES.values(), ids=AVERAGES.keys())
+def test_an_average_of_equal_weights_is_these_weights(averaging):
+    """The shares of all weights and of the initial ones add up to one: weights that never change are kept."""
+    kept = averaging.operator(N).materialize(N) @ np.ones(N) + np.cumprod(1 - averaging.shares(N))
+    assert_allclose(kept, np.ones(N), rtol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (lambda: workloads.exponential(1.0), "decay=1.0"),
+        (lambda: workloads.exponential(0.9, start="zero"), "start='zero'"),
+        (lambda: workloads.tail(0), "fraction=0"),
+        (lambda: workloads.tail(1.5), "fraction=1.5"),
+        (lambda: workloads.shares([0.5, 1.5]), r"shares\[1\]=1.5"),
+        (lambda: workloads.prefix(3, averaging=workloads.shares([0.5])), "steps=3"),
+        (lambda: workloads.prefix(3, averaging=0.999), "averaging=0.999.*exponential"),
+    ],
+)
+def test_an_average_that_makes_no_sense_is_refused(make, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        make()
+
+
+@pytest.mark.parametrize("planted", ["off by one", "share of the old"])
+def test_a_planted_error_in_an_average_is_seen(planted):
+    """A mean that starts a step late, and shares swapped between old and new, differ from the matrix by far."""
+    good = AVERAGES["tail"]
+    wrong = {"off by one": lambda n: np.roll(good.shares(n), 1), "share of the old": lambda n: 1 - good.shares(n)}
+    E = dataclasses.replace(good, shares=wrong[planted]).operator(N).materialize(N)
+    assert np.abs(E - averages_matrix("tail")).max() > 0.01

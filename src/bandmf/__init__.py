@@ -22,6 +22,7 @@ _PUBLIC = {
     "certified_sensitivity": "bandmf.sensitivities",
     "compare": "bandmf.planning.compare",
     "jax": "",
+    "last_error": "bandmf.error",
     "max_error": "bandmf.error",
     "noise": "",
     "optimize": "",
@@ -42,7 +43,7 @@ __all__ = list(_PUBLIC)
 
 if TYPE_CHECKING:
     from bandmf import accounting, noise, optimize, participation, sampling, strategies, streaming, workloads
-    from bandmf.error import max_error, per_step_error, rmse
+    from bandmf.error import last_error, max_error, per_step_error, rmse
     from bandmf.planning.compare import compare
     from bandmf.planning.plan import Plan
     from bandmf.planning.planner import plan

@@ -65,6 +65,23 @@ class StreamingOperator:
         n = _check.whole("steps", self.steps if steps is None else steps)
         return np.array(list(self.apply(np.eye(n))))
 
+    def last_row(self, steps: int | None = None) -> FloatArray:
+        """The last row of the matrix alone, in O(steps s^2) where there is a state-space form.
+
+        >>> momentum(np.array([1.0, 1.0, 0.5]), 0.9).last_row()
+        array([2.305, 1.45 , 0.5  ])
+        """
+        n = _check.whole("steps", self.steps if steps is None else steps)
+        if self.matrices is None:
+            return self.materialize(n)[-1]
+        row = np.empty(n)
+        _, _, onward, row[-1] = self.matrices(n - 1)  # what a state after step i adds to the last output
+        for i in range(n - 2, -1, -1):
+            F, G, _, _ = self.matrices(i)
+            row[i] = onward @ G
+            onward = onward @ F
+        return row
+
     def inverse(self) -> StreamingOperator:
         """The operator that undoes this one; of the same size. Needs the state-space form and D != 0."""
         if self.matrices is None:

@@ -5,6 +5,7 @@ With B = A C^-1, step i has squared error |row i of B|^2 (for unit noise; sensit
     per_step_error      those numbers
     rmse                sensitivity * sqrt(mean of them)
     max_error           sensitivity * sqrt(largest of them)
+    last_error          sensitivity * sqrt(the last of them), the model that is kept
 
 Three exact ways, cheapest first: the closed form of the strategy's family (Toeplitz: its response, any n),
 the banded covariance recursion (O(n b^2), where it is well conditioned), the covariance of the joint state of
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 from scipy import linalg
 
-from bandmf import band_columns
+from bandmf import _check, band_columns
 from bandmf._types import FloatArray
 from bandmf.error import band_covariance
 from bandmf.error.band_covariance import BandCovariance
@@ -83,6 +84,60 @@ def max_squared_error(strategy: Strategy, *, workload: Workload | None = None) -
     return _aggregate(strategy, workload, lambda closed: closed.maximum(), np.max)
 
 
+def last_squared_error(strategy: Strategy, *, workload: Workload | None = None) -> float:
+    """The last of `per_step_error`, of the model that is kept, where there is no closed form from `last_row`."""
+    workload = workload_for(strategy.steps, workload)
+    with np.errstate(over="ignore", invalid="ignore"):
+        closed = closed_form(strategy, workload)
+        if closed is not None:
+            error = closed.last()
+        else:
+            row = last_row(strategy, workload=workload)
+            error = float(row @ row)
+    return float(_finite(np.array([error]))[0])
+
+
+def last_row(strategy: Strategy, *, workload: Workload | None = None) -> FloatArray:
+    """The last row of A C^-1: how much of each z the model at the end holds. O(n b), or O(n s^2) by its state.
+
+    >>> from bandmf.strategies import BandedToeplitz
+    >>> last_row(BandedToeplitz([1.0, 0.5], steps=3, normalize_columns=False))
+    array([0.75, 0.5 , 1.  ])
+    """
+    workload = workload_for(strategy.steps, workload)
+    inverse = strategy.inverse()
+    if inverse.matrices is not None and inverse.buffers + 1 < min(strategy.bands, _LARGEST_JOINT_STATE):
+        return (workload.operator @ inverse).last_row(strategy.steps)
+    from scipy.linalg import lapack
+
+    band = np.asfortranarray(strategy.columns().T)
+    row, failed = lapack.dtbtrs(band, workload.operator.last_row(strategy.steps)[:, None], uplo="L", trans="T")
+    assert failed == 0
+    solved: FloatArray = row[:, 0]
+    return solved
+
+
+def squared_error(
+    strategy: Strategy, *, workload: Workload | None = None, objective: str | FloatArray = "mean"
+) -> float:
+    """`per_step_error` as one number: their "mean", the "max", the "last", or a mean with weights for all steps.
+
+    >>> from bandmf.strategies import Identity
+    >>> [round(squared_error(Identity(3), objective=name), 12) for name in ("mean", "max", "last")]
+    [2.0, 3.0, 3.0]
+    """
+    if isinstance(objective, str):
+        return _AGGREGATES[_check.choice("objective", objective, OBJECTIVES)](strategy, workload=workload)
+    weights = _check.array("objective", objective, 1)
+    if len(weights) != strategy.steps or np.any(weights < 0) or not np.any(weights):
+        raise _check.fail("objective", objective, f"must be one of {OBJECTIVES} or steps={strategy.steps} weights")
+    return float(weights @ per_step_error(strategy, workload=workload) / weights.sum())
+
+
+_AGGREGATES = {"mean": mean_squared_error, "max": max_squared_error, "last": last_squared_error}
+OBJECTIVES = tuple(_AGGREGATES)
+
+
 def _aggregate(
     strategy: Strategy,
     workload: Workload | None,
@@ -128,6 +183,23 @@ def max_error(
     """
     reach = sensitivity(strategy, participation or Single())
     return reach * math.sqrt(max_squared_error(strategy, workload=workload))
+
+
+def last_error(
+    strategy: Strategy, *, workload: Workload | None = None, participation: Participation | None = None
+) -> float:
+    """Sensitivity times the root of the last squared error, without sigma: of the model that training ends with.
+
+    With an averaging workload that is the average which is kept.
+
+    >>> from bandmf import workloads
+    >>> from bandmf.strategies import Identity
+    >>> half = workloads.prefix(4, averaging=workloads.tail(0.5))  # the mean of the third and the fourth running sum
+    >>> round(last_error(Identity(4), workload=half) ** 2, 12)
+    3.25
+    """
+    reach = sensitivity(strategy, participation or Single())
+    return reach * math.sqrt(last_squared_error(strategy, workload=workload))
 
 
 def per_step_error_by_rows(inverse: StreamingOperator, workload: StreamingOperator, steps: int) -> FloatArray:

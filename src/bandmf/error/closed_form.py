@@ -46,6 +46,7 @@ class ClosedForm(Protocol):
     def per_step(self) -> FloatArray: ...
     def mean(self) -> float: ...
     def maximum(self) -> float: ...
+    def last(self) -> float: ...
 
 
 def closed_form(strategy: Strategy, workload: Workload) -> ClosedForm | None:
@@ -122,6 +123,8 @@ class TimeInvariantError:
     def maximum(self) -> float:
         return squared_norm(self.matrices, self.steps)
 
+    last = maximum  # errors only grow
+
 
 class BandedInverseError:
     """A C^-1 is Toeplitz with w = r * lambda, which settles as soon as lambda has."""
@@ -147,6 +150,8 @@ class BandedInverseError:
 
     def maximum(self) -> float:
         return self.response.total(*self._weights(largest=True))
+
+    last = maximum  # errors only grow
 
     def gradient(self, largest: bool) -> FloatArray:
         """d mean / dr, or d maximum / dr."""
@@ -183,9 +188,15 @@ class TreeError:
 
     def maximum(self) -> float:
         """At the last step, or at a length that has one digit less there and all digits below."""
-        heights = range(len(self.variances))
-        lengths = [self.steps] + [(self.steps >> h << h) - 1 for h in heights if self.steps >> h & 1]
-        return max(sum(float(self.variances[h]) for h in heights if length >> h & 1) for length in lengths)
+        heights = [h for h in range(len(self.variances)) if self.steps >> h & 1]
+        lengths = [self.steps] + [(self.steps >> h << h) - 1 for h in heights]
+        return max(self._of(length) for length in lengths)
+
+    def last(self) -> float:
+        return self._of(self.steps)
+
+    def _of(self, length: int) -> float:
+        return sum(float(v) for h, v in enumerate(self.variances) if length >> h & 1)
 
 
 @dataclass(frozen=True)
@@ -204,3 +215,6 @@ class StampedError:
 
     def maximum(self) -> float:
         return float(np.max(self.per_step()))
+
+    def last(self) -> float:
+        return self.epochs * self.epoch.last()

@@ -16,8 +16,8 @@ import numpy as np
 
 from bandmf import _check
 from bandmf._types import FloatArray
+from bandmf.error import OBJECTIVES
 
-NAMES = ("mean", "max", "last")
 _SHARPNESS = tuple(4.0**k for k in range(1, 11))
 # Minimizing the last error alone lets all others grow without bound; this share of their mean prevents it.
 _MEAN_IN_LAST = 1e-3
@@ -86,7 +86,7 @@ def parse(objective: str | FloatArray, steps: int) -> Objective:
     if isinstance(objective, Objective):
         return objective
     if isinstance(objective, str):
-        return Objective(_check.choice("objective", objective, NAMES))
+        return Objective(_check.choice("objective", objective, OBJECTIVES))
     weights = _check.array("objective", objective, 1)
     if len(weights) != steps:
         raise ValueError(f"objective: there are {len(weights)} weights, but steps={steps}")

@@ -17,6 +17,7 @@ from bandmf.paper.experiment import Claim, Experiment, Point, Verdict, not_judge
 from bandmf.paper.strategies.timing import least_seconds, streamed_errors
 from bandmf.paper.table import Row, Table
 from bandmf.plots.ticks import plain
+from bandmf.streaming import StreamingOperator
 
 GENERIC, TOEPLITZ = "any pair of operators", "Toeplitz, loss and gradient"
 MIDDLE = {GENERIC: (4096, 32), TOEPLITZ: (2**20, 32)}  # (steps, bands) about which each is varied
@@ -70,7 +71,7 @@ def compute(kind: str, steps: int, bands: int) -> list[Row]:
     ]
 
 
-def _operations(operator: workloads.StreamingOperator, steps: int) -> int:
+def _operations(operator: StreamingOperator, steps: int) -> int:
     """Multiplications for all rows of length n: the entries other than 0 and 1 of every step's (F, G, H, D)."""
     assert operator.matrices is not None
     found = 0

@@ -1,7 +1,6 @@
-"""Workloads A: on what the error is measured. The error of a strategy C is that of A C^-1 z.
+"""What a workload is, and the usual ones: running sums, momentum with a schedule, any Toeplitz matrix.
 
-`prefix` (running sums of gradients: plain SGD) is the default everywhere. A workload knows up to three
-forms of itself, and every algorithm takes the cheapest one it can use:
+A workload knows up to three forms of itself, and every algorithm takes the cheapest one it can use:
 
 * `operator`: a StreamingOperator; always there.
 * `coefficients(count)`: the first column, when A is Toeplitz, with the limit it settles to, if any.
@@ -20,6 +19,7 @@ import numpy as np
 from bandmf import _check, band_columns, streaming
 from bandmf._types import FloatArray
 from bandmf.streaming import StreamingOperator, lfilter
+from bandmf.workloads.averaging import Averaging, averaged
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,8 +65,10 @@ def workload_for(steps: int, workload: Workload | None) -> Workload:
     return workload
 
 
-def prefix(steps: int) -> Workload:
+def prefix(steps: int, *, averaging: Averaging | None = None) -> Workload:
     """Running sums, A[i, j] = 1 for j <= i: what plain SGD makes of its gradients.
+
+    With `averaging` (`exponential`, `tail`), here and below, the model that is kept is an average of the weights.
 
     >>> prefix(2).materialize()
     array([[1., 0.],
@@ -74,11 +76,17 @@ def prefix(steps: int) -> Workload:
     """
     steps = _check.whole("steps", steps)
     inverse = _toeplitz_columns(np.array([1.0, -1.0]), steps)
-    return Workload("prefix", steps, streaming.prefix(), np.ones, 1.0, inverse, ("prefix", {}))
+    sums = Workload("prefix", steps, streaming.prefix(), np.ones, 1.0, inverse, ("prefix", {}))
+    return averaged(sums, averaging)
 
 
 def momentum(
-    steps: int, momentum: float, learning_rates: FloatArray | None = None, weight_decay: float = 0.0
+    steps: int,
+    momentum: float,
+    learning_rates: FloatArray | None = None,
+    weight_decay: float = 0.0,
+    *,
+    averaging: Averaging | None = None,
 ) -> Workload:
     """SGD with heavy-ball momentum, any learning-rate schedule (an array) and decoupled weight decay.
 
@@ -91,14 +99,15 @@ def momentum(
     beta = _check.real("momentum", momentum, 0, 1, open_high=True)
     decay = _check.real("weight_decay", weight_decay, 0)
     if learning_rates is not None:
-        return _scheduled_momentum(steps, beta, _check.array("learning_rates", learning_rates, 1), decay)
+        rates = _check.array("learning_rates", learning_rates, 1)
+        return averaged(_scheduled_momentum(steps, beta, rates, decay), averaging)
     keep = 1 - decay
     if not -1 < keep <= 1:
         raise _check.fail("weight_decay", weight_decay, "must be below 2 when the learning rate is one")
     polynomial = np.convolve([1.0, -keep], [1.0, -beta]) if beta else np.array([1.0, -keep])
     F = np.array([[beta, 0.0], [beta, keep]])
     step = streaming.Matrices(F, np.ones(2), F[1], 1.0)
-    return Workload(
+    constant = Workload(
         f"momentum {beta:g}" + (f", weight decay {decay:g}" if decay else ""),
         steps,
         streaming.state_space(lambda i: step, 2),
@@ -107,6 +116,7 @@ def momentum(
         _toeplitz_columns(polynomial, steps),
         ("momentum", {"momentum": beta, "weight_decay": decay}),
     )
+    return averaged(constant, averaging)
 
 
 def _scheduled_momentum(steps: int, beta: float, rates: FloatArray, decay: float) -> Workload:
@@ -135,7 +145,7 @@ def _scheduled_momentum(steps: int, beta: float, rates: FloatArray, decay: float
     )
 
 
-def toeplitz(coefficients: FloatArray, steps: int) -> Workload:
+def toeplitz(coefficients: FloatArray, steps: int, *, averaging: Averaging | None = None) -> Workload:
     """Any Toeplitz workload from its first column; missing coefficients are zero.
 
     >>> toeplitz([1.0, 0.5], steps=3).materialize()
@@ -156,10 +166,13 @@ def toeplitz(coefficients: FloatArray, steps: int) -> Workload:
     operator = streaming.banded(_toeplitz_row(given), len(given), steps)
     limit = 0.0 if len(given) < steps else None
     recipe = "toeplitz", {"coefficients": given}
-    return Workload("Toeplitz", steps, operator, first_column, limit, _banded_inverse(given, steps), recipe)
+    plain = Workload("Toeplitz", steps, operator, first_column, limit, _banded_inverse(given, steps), recipe)
+    return averaged(plain, averaging)
 
 
-def streaming_operator(operator: StreamingOperator, steps: int, name: str = "operator") -> Workload:
+def streaming_operator(
+    operator: StreamingOperator, steps: int, name: str = "operator", *, averaging: Averaging | None = None
+) -> Workload:
     """Any streaming operator as a workload.
 
     >>> from bandmf.streaming import prefix as running_sums
@@ -168,7 +181,7 @@ def streaming_operator(operator: StreamingOperator, steps: int, name: str = "ope
            [1., 1., 0.],
            [1., 1., 1.]])
     """
-    return Workload(name, _check.whole("steps", steps), operator)
+    return averaged(Workload(name, _check.whole("steps", steps), operator), averaging)
 
 
 def from_recipe(recipe: tuple[str, dict[str, Any]], steps: int) -> Workload:
@@ -176,28 +189,6 @@ def from_recipe(recipe: tuple[str, dict[str, Any]], steps: int) -> Workload:
     kind, arguments = recipe
     makers: dict[str, Callable[..., Workload]] = {"prefix": prefix, "momentum": momentum, "toeplitz": toeplitz}
     return makers[_check.choice("workload", kind, tuple(makers))](steps=steps, **arguments)
-
-
-def cooldown(steps: int, final: float = 0.05, fraction: float = 0.25) -> FloatArray:
-    """Learning rates: one, then a straight line down to `final` over the last `fraction` of the steps.
-
-    >>> cooldown(8, final=0.25, fraction=0.5)
-    array([1.    , 1.    , 1.    , 1.    , 0.8125, 0.625 , 0.4375, 0.25  ])
-    """
-    steps, final = _check.whole("steps", steps), _check.real("final", final, 0, 1)
-    start = round(steps * (1 - _check.real("fraction", fraction, 0, 1)))
-    return np.interp(np.arange(steps), [start - 1, max(start, steps - 1)], [1.0, final])
-
-
-def cosine(steps: int, final: float = 0.0) -> FloatArray:
-    """Learning rates: half a cosine from one towards `final`, which the step after the last would have.
-
-    >>> cosine(4).round(3)
-    array([1.   , 0.854, 0.5  , 0.146])
-    """
-    final = _check.real("final", final, 0, 1)
-    phase = np.pi * np.arange(_check.whole("steps", steps)) / steps
-    return final + (1 - final) * (1 + np.cos(phase)) / 2
 
 
 def _toeplitz_row(coefficients: FloatArray) -> Callable[[int], FloatArray]:
