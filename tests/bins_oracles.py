@@ -80,6 +80,17 @@ def two_position_deltas(K, epsilon):
     )
 
 
+def independent_delta(variance, b, epsilon):
+    """The remove divergence of b independent positions, K = variance I: the law of sum_j v_j by b-fold convolution."""
+    step, size = 0.01, 2**16
+    places = np.arange(size) * step
+    root = math.sqrt(variance)
+    edges = np.log(np.maximum(places + step / 2, 1e-300)) / root + root / 2
+    masses = np.diff(stats.norm.cdf(edges), prepend=0.0)
+    total = np.fft.irfft(np.fft.rfft(masses) ** b, size)
+    return float(np.maximum(places / b - math.exp(epsilon), 0.0) @ total)
+
+
 def moment(K, power, length):
     """E_Q [L^length mean_j v_j^power], all choices of positions one by one."""
     b, total = len(K), 0.0

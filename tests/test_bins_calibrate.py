@@ -16,7 +16,7 @@ from bandmf.accounting.certified import samples_for
 from bandmf.accounting.sampled_root import approach, not_found, solve
 from bandmf.accounting.samples import Sums
 from bandmf.strategies import Identity, banded_inverse_square_root
-from bins_oracles import REFERENCE, TWO, gaussian_sigma, reference_strategy, two_position_deltas
+from bins_oracles import REFERENCE, TWO, gaussian_sigma, independent_delta, reference_strategy, two_position_deltas
 
 ONE = np.array([[1.0]])
 ROWS = REFERENCE["sigmas"]
@@ -159,6 +159,14 @@ def test_samples_of_which_a_few_decide_give_no_sigma():
     with pytest.raises(NotCertifiedError, match=r"^delta=0\.001: .*noise for a smaller one serves this one"):
         estimate(gram, 50.0, 1e-3, samples=2**12, posterior=True)
     assert calibrate(gram, 50.0, 1e-5, seconds=4).sigma < 0.5
+
+
+def test_a_first_look_with_too_much_noise_is_not_the_last():
+    """Uncorrelated positions: where the bound on the weights is 100 delta, samples show nothing yet; below, they do."""
+    found = estimate(np.eye(64), 1.0, 1e-8, samples=2**12)
+    true = independent_delta(found.sigma**-2, 64, 1.0)
+    slope = np.log(independent_delta(1.02 * found.sigma**-2, 64, 1.0) / true) / np.log(1.02) * -2
+    assert abs(np.log(true / 1e-8) / slope) < 4 * found.relative_standard_error < 0.03
 
 
 def test_the_posterior_is_the_derivative_of_delta():

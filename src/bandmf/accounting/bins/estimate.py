@@ -23,6 +23,7 @@ from bandmf.accounting.samples import Sums, generator
 from bandmf.error.threads import one_thread
 
 _ROUGH = (2**10, 2**13, 2**15)  # samples of a first look: more where fewer show nothing
+_FAR = 2.0  # times less noise than the first guess: where samples show nothing there either, they never do
 _BOUND_OVER_DELTA = 100.0  # about, for the chain of least bound
 _WINDOW = 0.15  # of log L around epsilon, for the posterior there
 _CLOSE, _WIDEST = 30, 100.0  # samples in it, and where to stop widening it
@@ -96,14 +97,15 @@ def _tuned(gram: FloatArray, epsilon: float, delta: float, seed: int) -> tuple[f
         for rough in _ROUGH:
             pilot = tuning.tune(loss, epsilon, rough, seed)
             if pilot.mean <= 0:  # no sample is beyond epsilon: too much noise
-                return 0.0, pilot
+                break
             if pilot.relative_variance < rough / RELIABLE**2:
                 return pilot.mean, pilot
-        if (most := pilot.chain.bound(loss, epsilon)) < delta:  # certainly too much noise
-            return most, pilot
-        raise not_found(delta, sigma, rough)
+        if sigma < first / _FAR:
+            raise not_found(delta, sigma, rough)
+        return 0.0, pilot  # a few samples decide: no chain gets to where L > e^epsilon, which less noise makes likelier
 
-    return approach(look, _guess(gram, epsilon, delta), delta)
+    first = _guess(gram, epsilon, delta)
+    return approach(look, first, delta)
 
 
 def _guess(gram: FloatArray, epsilon: float, delta: float) -> float:
