@@ -256,7 +256,7 @@ def test_a_sum_that_is_not_finite_releases_nothing(tmp_path):
     training._stepper._clipping.add_to = lambda sums, *_: next(iter(sums.values())).fill_(float("inf"))[0, 0].long()
     with pytest.raises(ValueError, match="a sum of gradients is not finite; nothing was released"):
         train(training)
-    assert (training.steps_taken, training._stepper.steps_released) == (0, 0)
+    assert (training.steps_taken, training._progress.released) == (0, 0)
 
 
 def test_half_precision_weights_are_summed_in_full():

@@ -587,14 +587,14 @@ def test_a_rate_that_is_none_is_refused_before_a_step_is_spent(rate):
     training = open_run(scheduler=lambda step: rate if step == 2 else 0.1)
     with pytest.raises(ValueError, match=r"scheduler's rate|could not convert"):
         train(training)
-    assert (training.steps_taken, training._stepper.steps_released) == (2, 2)
+    assert (training.steps_taken, training._progress.released) == (2, 2)
 
 
 def test_ctrl_c_in_the_last_update_leaves_a_finished_run(caplog):
     caplog.set_level(logging.WARNING, "bandmf")
 
     def interrupt(*_):
-        if training.steps_taken == STEPS:
+        if training.steps_taken == STEPS - 1:
             signal.raise_signal(signal.SIGINT)
 
     model = small_model()
@@ -687,9 +687,7 @@ def test_a_run_that_is_finished_keeps_no_workers():
 
 def test_a_run_shows_where_it_is(tmp_path):
     training = train(open_run(folder=tmp_path), until=2)
-    assert repr(training) == (
-        f"Training(Sequential: step 2 of {STEPS}, epsilon=inf at delta=1e-06, folder={str(tmp_path)!r})"
-    )
+    assert repr(training) == f"Training(step 2 of {STEPS}, epsilon=inf at delta=1e-06, folder={str(tmp_path)!r})"
     assert "Not verified" in training.explain()
 
 

@@ -24,6 +24,7 @@ class Progress:
     folder: Path | None
     taken: int = 0
     lost: int | None = None  # a step that was released and did not reach the weights
+    released: int = 0  # steps, in this process or before: what was spent
     closed: bool = False
     _looked: int = 0  # at the weights, after this step
     _user: dict[str, object] = field(default_factory=dict, repr=False)  # of the run: a call, or none
@@ -53,6 +54,10 @@ class Progress:
                 way = "without a folder it cannot go on; what it has released is spent"
             raise RuntimeError(f"step={self.lost + 1}: was released, but an error kept it from the weights; {way}")
 
+    def release(self, step: int, count: int = 1) -> None:
+        """The ledger has these steps; they are lost until they are applied."""
+        self.lost, self.released = step, max(self.released, step + count)
+
     def applied(self, steps: int) -> None:
         """The weights are those of so many steps."""
         self.taken, self.lost = steps, None
@@ -68,12 +73,12 @@ class Progress:
                 "step %d: weights are not finite any more; lower the learning rate, or look at the loss", self.taken
             )
 
-    def pass_over(self, first: int, last: int) -> None:
-        """Say that these steps are lost, after a restart that cannot repeat them, and that the run is after them."""
+    def pass_over(self) -> None:
+        """Say that steps are lost, after a restart that cannot repeat them, and that the run goes on after them."""
         log.warning(
             "steps %d to %d were released before the restart and cannot be repeated bit for bit (other code, data, "
             "learning rates, machine, kernels or steps at once): they are spent and lost, and the run goes on after "
-            "them", first, last
+            "them", self.taken + 1, self.released
         )  # fmt: skip
 
     def end(self) -> None:

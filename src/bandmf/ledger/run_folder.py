@@ -22,11 +22,12 @@ import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from bandmf import _check
 from bandmf._files import make_private_folder, sync_folder
 from bandmf.ledger import Ledger, seal
+from bandmf.ledger.processes import Processes
 from bandmf.planning import Plan, plan_file
 from bandmf.randomness.key import Key
 from bandmf.sampling import Sampler
@@ -34,22 +35,6 @@ from bandmf.sampling import Sampler
 log = logging.getLogger("bandmf")
 
 LEDGER, KEY, CHECKPOINTS, PLAN = "ledger.jsonl", "key", "checkpoints", "plan.json"
-
-
-class Processes(Protocol):
-    """What a run must know of the processes that share it."""
-
-    rank: int
-    world: int
-
-    def on_first(self, action: Callable[[], Any]) -> Any:
-        """Let the first process do something; its result, or its error, comes to every process."""
-
-    def gather(self, value: Any) -> list[Any]:
-        """The values of all processes, on every one of them."""
-
-    def share_key(self, key: Key | None) -> Key:
-        """The key of the first process."""
 
 
 class Opened:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -32,11 +31,9 @@ from bandmf.jax.training.processes import Processes
 from bandmf.jax.training.state import Held, Parts, State, is_finite, own_copy
 from bandmf.jax.training.steps import Programs, Secrets, agreed, digests, with_key
 from bandmf.ledger.checks import ReleasedOtherwiseError
-from bandmf.ledger.progress import Progress, checked_saving
-from bandmf.ledger.run_folder import Opened, plan_of, provenance
-from bandmf.planning import Plan, checked_plan
+from bandmf.ledger.training import TrainingRun
+from bandmf.planning import Plan
 from bandmf.randomness.key import Key
-from bandmf.sampling import sampler_of
 
 log = logging.getLogger("bandmf")
 
@@ -44,7 +41,7 @@ _NO_KEY = Key(bytes(32))  # of the engine, whose key comes with every call
 _TOGETHER = "they train one model: begin with the same weights, and give Training a sharding that cuts the rows"
 
 
-class Training:
+class Training(TrainingRun):
     """Private training of weights: one item for each update, until the plan ends.
 
     >>> import bandmf, optax, jax.numpy as jnp
@@ -99,14 +96,13 @@ class Training:
         trainable: Any = None,
         moved: str | None = None,
     ) -> None:
-        self.folder = None if folder is None else Path(folder).absolute()
-        self.plan = plan = plan_of(self.folder, checked_plan(plan))
+        super().__init__(plan, folder, save_every)
+        plan = self.plan
         self._clip_norm = _check.real("clip_norm", clip_norm, 1e-30, 1e30)
         plan.deviation(self._clip_norm)  # refuses what float32 does not hold
         self._loss = with_key(loss, takes_key(loss), bool(keep_batch_dim))
         self._optimizer, self._trainable = checked_optimizer(optimizer), trainable
         _check.choice("clipping", clipping, ("auto", "written-out"))
-        self._save_every = checked_saving(self.folder, save_every, plan)
         if self.folder is not None:
             check_installed()
         self._source = Source(data, plan, micro_batch, sharding)
@@ -120,18 +116,15 @@ class Training:
         self._same_everywhere("plan", plan.digest, "plan once, and load that plan everywhere")
         settings = self._clip_norm, self._save_every, self._source.size, self._source.examples
         self._same_everywhere("arguments of Training", settings, "give all processes the same")
-        self._opened = Opened(self.folder, key, moved, self._processes)
+        self._open(key, moved, self._processes, self._source.examples)
         own = self._opened.run_key
-        self._sampler = sampler_of(plan, own, self._source.examples)
+        self._checkpoints = None if self.folder is None else Checkpoints(self.folder, self._opened)
         self._secrets, self._examples_key = Secrets.of(own), own.derive("examples")
         self._held: Held | None = None
         self._frozen: list[Any] = []
         self._state: State | None = None
-        self._saved_at: int | None = None
-        self._progress = Progress(plan.steps, self.folder)
-        begun = provenance(plan, own, self._sampler, clip_norm=self._clip_norm, per_layer=False)
-        self._steps_spent = self._opened.begin(begun, plan)
-        weakref.finalize(self, Progress.end, self._progress)
+        self._saved_at = 0  # there is nothing yet
+        self._begin(self._clip_norm)
 
     # --- the beginning ------------------------------------------------------------------------------------
 
@@ -148,8 +141,7 @@ class Training:
         trained, self._frozen = parts.split(own_copy(weights))
         check_parameters(self.plan, trained)
         held = Held(trained, own_copy(self._optimizer.init(trained)), self._engine.init(trained))
-        checkpoints = self._checkpoints()
-        restored = None if checkpoints is None else checkpoints.restore(held)
+        restored = None if self._checkpoints is None else self._checkpoints.restore(held)
         held = held if restored is None else restored
         self._parts = parts
         self._programs = Programs(self._loss, self._optimizer, self._engine, self.plan, self._clip_norm, parts, held)
@@ -157,8 +149,8 @@ class Training:
             given = held.trained, self._frozen
             self._check_alike(self._programs.digest_of_inputs(given, self._secrets.seeds), "different ones")
         state = self._handed_out(held, int(held.noise.step))
+        self._saved_at = state.step or None
         if state.step:
-            self._saved_at = state.step
             log.info("%s: goes on after step %d of %d", self.folder, state.step, self.plan.steps)
         return state
 
@@ -196,9 +188,7 @@ class Training:
                 yield state
                 if termination is not None and termination.asked:
                     break
-            with self._progress.alone():
-                self._check_current(state)
-                self._save_now()
+            self._save_alone()
 
     def _advanced(self, at_once: int) -> State:
         """Load, clip, ledger, noise, optimizer."""
@@ -228,8 +218,7 @@ class Training:
         self._programs.check_advance(total, held, self._secrets.noise)
         with uninterrupted():
             self._opened.on_ledger(lambda ledger: ledger.release(step, batch, digested))
-            self._steps_spent = max(self._steps_spent, step + 1)
-            self._progress.lost = step
+            self._progress.release(step)
             held = self._programs.advance(total, held, self._secrets.noise)
             return self._handed_out(held, step + 1)
 
@@ -245,8 +234,7 @@ class Training:
         self._same_everywhere("inputs of the steps", inputs, _TOGETHER)
         with uninterrupted():
             self._opened.on_ledger(lambda ledger: ledger.reserve(step, len(batches), inputs))
-            self._steps_spent = max(self._steps_spent, step + len(batches))
-            self._progress.lost = step
+            self._progress.release(step, len(batches))
             held, words = program(*given)
             sums = list(zip(batches, self._agreed_on(words), strict=True))
             self._opened.on_ledger(lambda ledger: ledger.finish(step, sums))
@@ -258,12 +246,12 @@ class Training:
         self._opened.on_ledger(lambda ledger: ledger.lose(step))  # or the next start would try them again
         self._progress.check_usable()  # a chunk that was taken has the memory of what was held
         assert held is not None
-        self._progress.pass_over(step + 1, self._steps_spent)
+        self._progress.pass_over()
         with uninterrupted():
             self._progress.lost = step
-            for _ in range(step, self._steps_spent):
+            for _ in range(step, self._progress.released):
                 held = self._programs.skip(held, self._secrets.noise)
-            state = self._handed_out(held, self._steps_spent)
+            state = self._handed_out(held, self._progress.released)
         return state if self.finished else self._advanced(at_once)
 
     def _check_alike(self, words: Any, what: str) -> None:
@@ -313,24 +301,6 @@ class Training:
         """The last state, for a loop that was interrupted; None before `init`."""
         return self._state
 
-    @property
-    def steps_taken(self) -> int:
-        """How many updates the weights have had."""
-        return 0 if self._state is None else self._state.step
-
-    @property
-    def finished(self) -> bool:
-        """Whether all steps of the plan were taken."""
-        return self.steps_taken >= self.plan.steps
-
-    def spent(self) -> float:
-        """The epsilon of all steps that the run has released, in this process or before, at the plan's delta.
-
-        A run that goes on from a copy (`moved="copied"`) adds what its ancestors had released when they were copied:
-        epsilons and deltas add, so with n ancestors it holds at n + 1 times the plan's delta.
-        """
-        return self._opened.spent(self.plan, self._steps_spent)
-
     def explain(self) -> str:
         """How this run clips, and the plan."""
         return (
@@ -339,58 +309,10 @@ class Training:
             f"{self.plan.explain()}"
         )
 
-    def __repr__(self) -> str:
-        plan, folder = self.plan, None if self.folder is None else str(self.folder)
-        return (
-            f"Training(step {self.steps_taken} of {plan.steps}, epsilon={plan.epsilon:g} at delta={plan.delta:g}, "
-            f"folder={folder!r})"
-        )
-
     # --- its folder ---------------------------------------------------------------------------------------
 
-    def _checkpoints(self) -> Checkpoints | None:
-        return None if self.folder is None else Checkpoints(self.folder, self._opened)
-
-    def save(self) -> Path:
-        """Write a checkpoint into the folder now, all of it or nothing."""
-        with self._progress.alone():
-            return self._save()
-
-    def _save(self) -> Path:
-        checkpoints = self._checkpoints()
-        if checkpoints is None:
-            raise _check.fail("folder", None, "there is nowhere to save", "give Training a folder")
-        if self._state is None or self._held is None:
+    def _write(self) -> Path:
+        if self._state is None or self._held is None or self._checkpoints is None:
             raise RuntimeError("save: there is nothing yet; call training.init(weights) before")
         self._check_current(self._state)
-        path = checkpoints.save(self._held)
-        self._saved_at = self.steps_taken
-        return path
-
-    def _save_now(self) -> None:
-        if self.folder is not None and self._saved_at != self.steps_taken:
-            self._save()
-
-    def close(self) -> None:
-        """Save what was not saved, and let another process have the run; says so if the plan has not ended."""
-        if self._progress.closed:
-            return
-        try:
-            if self._progress.lost is None and self.steps_taken:
-                with self._progress.alone():
-                    self._save_now()
-        finally:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        self._progress.end()
-        self._opened.close()
-
-    def __enter__(self) -> Training:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
-        else:  # other processes may not come to save
-            self._let_go()
+        return self._checkpoints.save(self._held)

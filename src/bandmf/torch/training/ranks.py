@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,22 +12,18 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from bandmf import _check
-from bandmf.ledger.checks import check_process
+from bandmf.ledger.processes import Processes
 from bandmf.planning import Plan
-from bandmf.randomness.key import Key
-from bandmf.torch.noise.shards import broadcast_key
 
 
-class Ranks:
-    """Which process this is, how the model is spread, and the little that the processes tell each other."""
+class Ranks(Processes):
+    """How the model is spread over them, and how sums are added up."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        self._process = os.getpid()
         together = dist.is_available() and dist.is_initialized()
         if not together:
             _check_alone()
-        self.world = dist.get_world_size() if together else 1
-        self.rank = dist.get_rank() if together else 0
+        super().__init__(*((dist.get_rank(), dist.get_world_size()) if together else (0, 1)))
         self.sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
         self.replicated = self.world > 1 and not self.sharded
 
@@ -35,12 +31,6 @@ class Ranks:
     def group(self) -> dist.ProcessGroup | None:
         """The group over which the noise is sliced: only replicas need one."""
         return dist.group.WORLD if self.replicated else None
-
-    def share_key(self, key: Key | None) -> Key:
-        """The key of rank 0, which draws a fresh one if it has none."""
-        if self.world > 1:
-            return broadcast_key(key)
-        return Key() if key is None else key
 
     def same_plan(self, plan: Plan) -> Plan:
         """The plan of rank 0, as ranks that planned at the same time can have different certificates of one promise."""
@@ -69,29 +59,15 @@ class Ranks:
             for tensor in [*model.parameters(), *model.buffers()]:
                 dist.broadcast(tensor.detach(), 0)
 
-    def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, on every rank."""
-        if self.world == 1:
-            return [value]
+    def _of_first(self, value: Any) -> Any:
+        box = [value]
+        dist.broadcast_object_list(box, 0)
+        return box[0]
+
+    def _of_all(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.world
         dist.all_gather_object(values, value)
         return values
-
-    def on_first(self, action: Callable[[], Any]) -> Any:
-        """Let rank 0 do something; its result, or its error, comes to every rank. Not in a fork of a rank."""
-        check_process(self._process)
-        if self.world == 1:
-            return action()
-        outcome: list[Any] = [None, None]
-        if self.rank == 0:
-            try:
-                outcome[0] = action()
-            except Exception as error:
-                outcome[1] = error
-        dist.broadcast_object_list(outcome, 0)
-        if outcome[1] is not None:
-            raise outcome[1]
-        return outcome[0]
 
     def sum(self, tensors: Iterable[torch.Tensor]) -> None:
         """Add up over the replicas, in place."""

@@ -60,7 +60,6 @@ class Stepper:
         )
         self.noise = self.engine.init(trained.parameters)
         self.sums = Sums(trained.parameters, key.derive("sums").secret)
-        self.steps_released = 0  # by this run, in whatever process: what was spent
         self.left_out = torch.zeros((), dtype=torch.int64)  # examples whose gradient was not finite
 
     @property
@@ -82,7 +81,7 @@ class Stepper:
             with plain_arithmetic(), uninterrupted():
                 add_noise = self.engine.ready(self.noise, self.sums.views, self.scale)
                 self._record(step)
-                self._progress.lost = step  # until it is applied
+                self._progress.release(step)
                 self.noise = add_noise()
                 self.ranks.sum(self.sums.flats)
                 self.sums.divide(self.plan.batch_size)
@@ -96,10 +95,11 @@ class Stepper:
         What they released is a part of what the plan has paid for, and is not used; their noise must still be drawn, as
         later noise is correlated with it.
         """
-        while self.steps_taken < self.steps_released:
+        while self.steps_taken < self._progress.released:
             self.sums.clear()
             self.noise = self.engine.add(self.noise, self.sums.views, self.scale)
             self._trained.skip()
+        self._progress.applied(self.steps_taken)
 
     def _record(self, step: int) -> None:
         """Put the digest of the sum on the disk; fails where a sum is not finite, or was released otherwise before."""
@@ -111,4 +111,3 @@ class Stepper:
         batch, total = self.sampler.batch(step).tobytes(), b"".join(digest for _, digest in found)
         total += self.noise.provenance.dumps().encode()  # names and shapes decide the noise, too
         self._opened.on_ledger(lambda ledger: ledger.release(step, batch, total))
-        self.steps_released = max(self.steps_released, step + 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -14,11 +13,9 @@ from torch import nn
 from bandmf import _check
 from bandmf._interrupts import Termination
 from bandmf.ledger.checks import ReleasedOtherwiseError
-from bandmf.ledger.progress import Progress, checked_saving
-from bandmf.ledger.run_folder import Opened, plan_of, provenance
-from bandmf.planning import Plan, checked_plan
+from bandmf.ledger.training import TrainingRun
+from bandmf.planning import Plan
 from bandmf.randomness.key import Key
-from bandmf.sampling import sampler_of
 from bandmf.torch.clipping import checked_mode, make_clipping
 from bandmf.torch.clipping.check import check
 from bandmf.torch.clipping.check.report import Report
@@ -38,7 +35,7 @@ log = logging.getLogger("bandmf")
 _LEAST_CLIP_NORM = 1e-15  # float32 does not hold the squares of much smaller gradients
 
 
-class Training:
+class Training(TrainingRun):
     """Private training of a model: one item for each update, until the plan ends.
 
     >>> import bandmf, torch
@@ -106,20 +103,18 @@ class Training:
         verify: bool = True,
         moved: str | None = None,
     ) -> None:
-        plan = checked_plan(plan)
+        super().__init__(plan, folder, save_every)
         clip_norm = _check.real("clip_norm", clip_norm, _LEAST_CLIP_NORM)
-        plan.deviation(clip_norm)  # refuses what float32 does not hold
+        self.plan.deviation(clip_norm)  # refuses what float32 does not hold
         clipping, per_layer = checked_mode(clipping), bool(per_layer)
         micro_batch = None if micro_batch is None else _check.whole("micro_batch", micro_batch)
-        self.folder = None if folder is None else Path(folder).absolute()
-        self._save_every = checked_saving(self.folder, save_every, plan)
         model = checked_model(model)
         losses = checked_function(losses)
         optimizers = checked_optimizers(optimizer)
         trained = Trained(model, optimizers, checked_schedules(scheduler, optimizers), checked_also(also))
-        examples = Examples(data, plan, collate, _check.whole("workers", workers, 0))
+        examples = Examples(data, self.plan, collate, _check.whole("workers", workers, 0))
         ranks = Ranks(trained.parameters.values())
-        self.plan = plan = ranks.same_plan(plan_of(self.folder, plan))
+        self.plan = plan = ranks.same_plan(self.plan)
         ranks.same_settings({
             "clip_norm": clip_norm, "per_layer": per_layer, "clipping": clipping, "len(data)": examples.count(),
             "micro_batch": micro_batch, "save_every": self._save_every, "verify": bool(verify),
@@ -135,38 +130,26 @@ class Training:
             self._clipping = make_clipping(mode, model, trained.parameters, clip_norm, per_layer)
             with Start(model):
                 self._clipping.learn(losses, partial(examples.copies, trained.device))
-        self._opened = Opened(self.folder, key, moved, ranks)
-        sampler = sampler_of(plan, self._opened.run_key, examples.count())
+        self._open(key, moved, ranks, examples.count())
         ranks.start_equal(model)
-        self._progress = Progress(plan.steps, self.folder)
         stepper = Stepper(
-            plan, self._opened, sampler, trained, losses, self._clipping, clip_norm, ranks, self._progress
+            plan, self._opened, self._sampler, trained, losses, self._clipping, clip_norm, ranks, self._progress
         )
         check_allocated(plan, stepper)
         self._trained, self._stepper = trained, stepper
-        self._batches = Batches(examples, plan, sampler, ranks, stepper.generators, micro_batch)
+        self._batches = Batches(examples, plan, self._sampler, ranks, stepper.generators, micro_batch)
         self._repeatable = Repeatable(self.folder is not None and trained.device.type == "cuda")
-        begun = provenance(plan, self._opened.run_key, sampler, clip_norm=clip_norm, per_layer=per_layer)
-        self._begin(begun)
-        weakref.finalize(self, Progress.end, self._progress)
-
-    def _begin(self, begun: dict[str, Any]) -> None:
-        """Begin the run, or go on with the one in the folder; a failure leaves nothing locked."""
-        stepper = self._stepper
-        stepper.steps_released = self._opened.begin(begun, self.plan)
-        self._saved = None
-        self._saved_at: int | None = None  # the step of the last checkpoint
-        if self.folder is not None:
-            self._saved = Saved(self.folder, self._opened, stepper, self._trained)
-            try:
-                restored = self._saved.restore()
-            except BaseException:
-                self._let_go()
-                raise
-            if restored:
-                self._saved_at = stepper.steps_taken
-                log.info("%s: goes on after step %d of %d", self.folder, self.steps_taken, self.plan.steps)
-        self._progress.applied(self.steps_taken)
+        self._begin(clip_norm, per_layer)
+        self._saved = None if self.folder is None else Saved(self.folder, self._opened, stepper, trained)
+        try:
+            restored = self._saved is not None and self._saved.restore()
+        except BaseException:
+            self._let_go()
+            raise
+        self._progress.applied(stepper.steps_taken)
+        if restored:
+            self._saved_at = self.steps_taken
+            log.info("%s: goes on after step %d of %d", self.folder, self.steps_taken, plan.steps)
 
     # --- the loop -----------------------------------------------------------------------------------------
 
@@ -176,10 +159,9 @@ class Training:
             while not self.finished:
                 yield self.advance()
                 if any(self._stepper.ranks.gather(termination.asked)):
-                    self._save_alone()
                     termination.asked = True
-                    return
-        self._save_alone()
+                    break
+            self._save_alone()
 
     def advance(self) -> int:
         """One update, for loops that others own; returns the step."""
@@ -207,7 +189,7 @@ class Training:
 
     def _go_past_released(self) -> int:
         """After a restart whose steps differ from those that were released: these are lost, and stay spent."""
-        self._progress.pass_over(self.steps_taken + 1, self._stepper.steps_released)
+        self._progress.pass_over()
         self._batches.forget()
         self._stepper.lose_released()
         return self.steps_taken if self.finished else self._advance()
@@ -218,24 +200,6 @@ class Training:
     def model(self) -> nn.Module:
         """What is trained."""
         return self._trained.model
-
-    @property
-    def steps_taken(self) -> int:
-        """How many updates the model has had."""
-        return self._stepper.steps_taken
-
-    @property
-    def finished(self) -> bool:
-        """Whether all steps of the plan were taken."""
-        return self.steps_taken >= self.plan.steps
-
-    def spent(self) -> float:
-        """The epsilon of all steps that the run has released, in this process or before, at the plan's delta.
-
-        A run that goes on from a copy (`moved="copied"`) adds what its ancestors had released when they were copied:
-        epsilons and deltas add, so with n ancestors it holds at n + 1 times the plan's delta.
-        """
-        return self._opened.spent(self.plan, self._stepper.steps_released)
 
     def non_finite_examples(self) -> int:
         """How often an example had a gradient that is not finite, and was left out, on this rank.
@@ -253,60 +217,15 @@ class Training:
             looked = "\n  ".join(["Verified on a few examples: none was found to depend on others.", *notes])
         return f"Clipping: {self._clipping.explain()}.\n{looked}\n{self.plan.explain()}"
 
-    def __repr__(self) -> str:
-        plan, folder = self.plan, None if self.folder is None else str(self.folder)
-        return (
-            f"Training({type(self.model).__name__}: step {self.steps_taken} of {plan.steps}, "
-            f"epsilon={plan.epsilon:g} at delta={plan.delta:g}, folder={folder!r})"
-        )
-
     # --- its folder ---------------------------------------------------------------------------------------
 
-    def save(self) -> Path:
-        """Write a checkpoint into the folder now, all of it or nothing."""
-        with self._progress.alone():
-            return self._save()
-
-    def _save(self) -> Path:
-        if self._saved is None:
-            raise _check.fail("folder", None, "there is nowhere to save", "give Training a folder")
-        self._progress.check_usable()
-        path = self._saved.save()
-        self._saved_at = self.steps_taken
-        return path
-
-    def _save_now(self) -> None:
-        if self._saved is not None and self._saved_at != self.steps_taken:
-            self._save()
-
-    def _save_alone(self) -> None:
-        with self._progress.alone():
-            self._save_now()
-
-    def close(self) -> None:
-        """Save what was not saved, and let another process have the run; says so if the plan has not ended."""
-        if self._progress.closed:
-            return
-        try:
-            if self._progress.lost is None:
-                self._save_alone()
-        finally:
-            self._progress.end()
-            self._let_go()
+    def _write(self) -> Path:
+        assert self._saved is not None
+        return self._saved.save()
 
     def _let_go(self) -> None:
         self._batches.forget()  # workers are forks, which hold the lock of the folder as well
-        self._opened.close()
-
-    def __enter__(self) -> Training:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
-        else:  # in the middle of the loop's body: what it does after a step may be half done
-            self._progress.end()
-            self._let_go()
+        super()._let_go()
 
 
 def _verified(
