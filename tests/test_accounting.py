@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize, special, stats
 
-from bandmf import accounting
+from bandmf import _cache, accounting
 from bandmf._files import cache_folder
 from sweeps import spread
 
@@ -397,24 +397,23 @@ def test_where_the_cache_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert cache_folder("accounting") == tmp_path / ".cache" / "bandmf" / "accounting"
 
 
-def _write_often(path: Path) -> None:
-    for _ in range(200):
-        accounting.cache._write(path, "{}", 1.25)
+def _write_often() -> None:
+    for number in range(200):
+        _cache.remember("accounting", {"of": number % 3}, 1.25)
 
 
-def test_several_processes_never_see_half_an_entry(tmp_path: Path) -> None:
-    path = tmp_path / "entry.json"
-    accounting.cache._write(path, "{}", 1.25)
+def test_several_processes_never_see_half_an_entry(cache: Path) -> None:
+    _write_often()
     context = multiprocessing.get_context("fork")
-    writers = [context.Process(target=_write_often, args=(path,)) for _ in range(3)]
+    writers = [context.Process(target=_write_often) for _ in range(3)]
     for writer in writers:
         writer.start()
     while any(writer.is_alive() for writer in writers):
-        assert accounting.cache._read(path, "{}") == 1.25
+        assert _cache.recall("accounting", {"of": 1}) == 1.25
     for writer in writers:
         writer.join()
         assert writer.exitcode == 0
-    assert list(tmp_path.iterdir()) == [path]
+    assert len(list(cache.iterdir())) == 3
 
 
 # Bad input ------------------------------------------------------------------------------------------------

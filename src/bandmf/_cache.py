@@ -1,4 +1,7 @@
-"""Answers kept on disk, shared by all processes: each with its question, and sealed, so that damage is noticed."""
+"""Answers kept on disk, shared by the user's processes: each with its question, sealed, so that damage is noticed.
+
+The seal is no secret. Answers count only from folders and files that the user, or root, alone can write.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from bandmf._files import cache_folder, write_first, write_whole
+from bandmf._files import cache_folder, make_own_folder, read_own, write_first, write_whole
 
 Read = Callable[[Any], Any]  # from an answer as it is kept to what it means
 # What damaged answers, and those of other versions, come to.
@@ -30,7 +33,7 @@ def recall(kind: str, question: dict[str, Any], read: Read = _as_kept) -> Any:
     text = json.dumps(question, sort_keys=True)
     try:
         path = _path(kind, text)
-        entry = {} if path is None else json.loads(path.read_bytes())
+        entry = {} if path is None else json.loads(read_own(path))
         answer = entry["answer"]
         whole = entry["question"] == text and entry["seal"] == _seal(text, answer)
         return read(answer) if whole else None
@@ -49,11 +52,11 @@ def remember(kind: str, question: dict[str, Any], answer: Any, read: Read = _as_
         return read(answer)
     entry = json.dumps({"question": text, "answer": answer, "seal": _seal(text, answer)}).encode()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not write_first(path, entry):
+        make_own_folder(path.parent)
+        if not write_first(path, entry, mode=0o600):
             if (known := recall(kind, question, read)) is not None:
                 return known
-            write_whole(path, entry)  # that was none
+            write_whole(path, entry, mode=0o600)  # that was none
     except OSError:
         pass
     return read(answer)
@@ -79,7 +82,7 @@ def _alone(path: Path | None) -> Iterator[None]:
 
         if path is None:
             raise OSError
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_own_folder(path.parent)
         lock = open(path.with_suffix(".lock"), "w")  # noqa: SIM115 (closed below)
     except (ImportError, OSError):
         yield

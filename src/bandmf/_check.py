@@ -15,10 +15,14 @@ import numpy as np
 
 from bandmf._types import FloatArray
 
+_LONGEST = 200  # characters of a value that an error repeats
+
 
 def fail(name: str, value: object, requirement: str, remedy: str = "") -> ValueError:
     """The error that every check raises: `name=value: must be ...; remedy`."""
-    return ValueError(f"{name}={value!r}: {requirement}" + (f"; {remedy}" if remedy else ""))
+    shown = repr(value)
+    shown = shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}..."
+    return ValueError(f"{name}={shown}: {requirement}" + (f"; {remedy}" if remedy else ""))
 
 
 def whole(name: str, value: Any, low: int = 1, high: int | None = None, high_name: str = "", remedy: str = "") -> int:

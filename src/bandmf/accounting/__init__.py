@@ -23,7 +23,7 @@ from bandmf.accounting.cache import cached
 from bandmf.accounting.calibrate import calibrate
 from bandmf.accounting.events import ADJACENCIES, MAX_EPSILON, MIN_EPSILON, Event, capped, checked_delta
 
-__all__ = ["ADJACENCIES", "Event", "calibrated", "epsilon", "noise_multiplier", "spent"]
+__all__ = ["ADJACENCIES", "Event", "calibrated", "confirmed", "epsilon", "noise_multiplier", "spent"]
 
 
 def noise_multiplier(
@@ -121,15 +121,17 @@ def spent(event: Event, noise_multiplier: float, delta: float) -> float:
     >>> round(spent(Event(sampling_probability=0.01, rounds=1000), noise_multiplier=1.0, delta=1e-6), 3)
     2.125
     """
-    sigma = _check.real(
-        "noise_multiplier",
-        noise_multiplier,
-        0,
-        1e12,
-        open_low=True,
-        remedy="without noise there is no privacy to account for",
-    )
-    return _verdict(event, checked_delta(delta, event), sigma)
+    return _verdict(event, checked_delta(delta, event), _checked_noise(noise_multiplier))
+
+
+def confirmed(event: Event, noise_multiplier: float, delta: float) -> float:
+    """The same, computed by the accountant in this process: no answer on disk is believed."""
+    return accountant.evaluate(event, checked_delta(delta, event), _checked_noise(noise_multiplier))
+
+
+def _checked_noise(noise_multiplier: float) -> float:
+    remedy = "without noise there is no privacy to account for"
+    return _check.real("noise_multiplier", noise_multiplier, 0, 1e12, open_low=True, remedy=remedy)
 
 
 def _verdict(event: Event, delta: float, sigma: float) -> float:

@@ -12,7 +12,7 @@ from bandmf.accounting import estimate
 from bandmf.accounting.events import Event, usable_delta
 
 
-@lru_cache(maxsize=256)  # a plan asks again for the sigma it has just been given
+@lru_cache(maxsize=1024)  # a plan asks again for the sigma it has just been given
 def evaluate(event: Event, delta: float, sigma: float) -> float:
     """Epsilon by dp_accounting's PLD accountant, on the grid that suits this event."""
     if estimate.hopeless(event, sigma):

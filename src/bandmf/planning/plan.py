@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bandmf import _check, accounting
+from bandmf.accounting import accountant
 from bandmf.accounting.bins import Certificate as BinsCertificate
 from bandmf.accounting.bins import NotCertifiedError
 from bandmf.accounting.events import MAX_EPSILON, Event, cyclic_poisson, one_release, sampling_probability
@@ -112,8 +113,8 @@ class Plan(Setup):
     def confirm(self) -> None:
         """Fail unless the noise meets (epsilon, delta): by the accountant, or by the certificate.
 
-        A certificate must be for what the plan is now, and is computed again, unless this machine has done that before:
-        `verify` does it in any case.
+        The accountant is asked in this process, whatever is cached. A certificate must be for what the plan is now, and
+        is computed again, unless this user has done that on this machine before: `verify` does it in any case.
         """
         self._check_certificate()
         if self.certificate is not None:
@@ -133,10 +134,12 @@ class Plan(Setup):
     def verify(self, seed: int | None = None) -> Certificate | None:
         """Compute everything again that the guarantee rests on; an error where it does not hold.
 
-        All samples of a certificate are drawn again: with its own seed, which must give its numbers, or with a `seed`
-        of yours, for evidence that nobody chose. Returns that certificate; None where an accountant suffices.
+        Nothing that is cached is believed. All samples of a certificate are drawn again: with its own seed, which must
+        give its numbers, or with a `seed` of yours, for evidence that nobody chose. Returns that certificate; None
+        where an accountant suffices.
         """
         if self.certificate is None:
+            accountant.evaluate.cache_clear()
             self.confirm()
             return None
         self._check_certificate()
@@ -304,7 +307,7 @@ class Plan(Setup):
         """The epsilon of the whole run, by the accountant or as certified."""
         if self.certificate is not None:
             return self.certificate.epsilon
-        return max(accounting.spent(event, self.noise_multiplier, self.delta) for event in self.events)
+        return max(accounting.confirmed(event, self.noise_multiplier, self.delta) for event in self.events)
 
     def spent_after(self, steps: int) -> float:
         """The epsilon of the first `steps` steps.

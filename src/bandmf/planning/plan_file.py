@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bandmf import participation, strategies
-from bandmf._files import write_whole
+from bandmf._files import read_limited, write_whole
 from bandmf.accounting.verified import CERTIFICATES, Certificate
 from bandmf.planning.candidate import Candidate
 from bandmf.strategies import Strategy
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 SCHEMA = 3
 _INLINE = 4096  # numbers of a strategy that still go into the JSON itself
+_MOST_BYTES = 2**27  # of the JSON, for learning rates of millions of steps
+_DEEPEST = 8  # lists in lists
+_LONGEST = 1000  # characters of an error about what is in a file
 _PLAIN = (
     *("batch_size", "examples", "epsilon", "delta", "adjacency", "noise_multiplier", "max_batch_size"),
     *("parameters", "memory_limit", "devices", "device", "sampling", "choice"),
@@ -60,25 +63,31 @@ def save(plan: Plan, path: Path) -> Path:
     contents = to_dict(plan)
     if contents["strategy"]["kind"] == "file":
         strategies.save(plan.strategy, _beside(path))
-    write_whole(path, json.dumps({**contents, "digest": digest(contents)}, indent=1).encode() + b"\n")
+    text = json.dumps({**contents, "digest": digest(contents)}, indent=1).encode() + b"\n"
+    if len(text) > _MOST_BYTES:
+        raise ValueError(f"plan: takes {len(text):,} bytes, and a file may have {_MOST_BYTES:,}")
+    write_whole(path, text)
     return path
 
 
 def load(path: Path, workload: Workload | None, make: type[Plan]) -> Plan:
     """The plan in this file, after every check; `make` is Plan, which this file cannot import."""
+    if path.is_dir():
+        raise ValueError(f"path={str(path)!r}: is a folder; give the JSON file that plan.save wrote")
+    written = read_limited(path, _MOST_BYTES)
     try:
-        contents = json.loads(path.read_bytes())
-    except IsADirectoryError:
-        raise ValueError(f"path={str(path)!r}: is a folder; give the JSON file that plan.save wrote") from None
+        contents = json.loads(written)
     except (ValueError, RecursionError):
         raise ValueError(f"path={str(path)!r}: not a plan of bandmf (not JSON)") from None
+    if _depth(contents) > _DEEPEST:
+        raise ValueError(f"path={str(path)!r}: not a plan of bandmf (more than {_DEEPEST} lists in lists)")
     if not isinstance(contents, dict) or contents.get("schema") != SCHEMA:
         found = contents.get("schema") if isinstance(contents, dict) else None
-        raise ValueError(f"path={str(path)!r}: plan schema {found} is unknown; this version reads {SCHEMA}")
+        raise ValueError(f"path={str(path)!r}: plan schema {found!r:.40} is unknown; this version reads {SCHEMA}")
     if contents.pop("digest", None) != digest(contents):
         raise ValueError(f"path={str(path)!r}: its digest does not match; it was changed after it was saved")
     if unknown := contents.keys() - {*_PLAIN, *_PARTS}:
-        raise ValueError(f"path={str(path)!r}: has unknown entries {sorted(unknown)}")
+        raise ValueError(f"path={str(path)!r}: has unknown entries {', '.join(sorted(unknown)):.200}")
     try:
         strategy, best = _strategy_from(contents["strategy"], path), contents["best_without_memory_limit"]
         return make(
@@ -92,13 +101,25 @@ def load(path: Path, workload: Workload | None, make: type[Plan]) -> Plan:
         )
     except _DAMAGE as error:
         found = str(error) if isinstance(error, ValueError) else f"damaged, {type(error).__name__} {error}"
-        raise ValueError(found if found.startswith("path=") else f"path={str(path)!r}: {found}") from None
+        named = found if found.startswith("path=") else f"path={str(path)!r}: {found}"
+        raise ValueError(named if len(named) <= _LONGEST else f"{named[:_LONGEST]}...") from None
+
+
+def _depth(contents: Any) -> int:
+    """Lists and objects in one another; without recursion."""
+    depth, inside = 0, [contents]
+    while inside := [each for each in inside if isinstance(each, (list, dict)) and each]:
+        depth += 1
+        inside = [each for part in inside for each in (part.values() if isinstance(part, dict) else part)]
+        if depth > _DEEPEST:
+            break
+    return depth
 
 
 def holds(path: Path, plan: Plan) -> bool:
     """Whether the file is this very plan, with its strategy; nothing of it is computed again."""
     try:
-        contents = json.loads(path.read_bytes())
+        contents = json.loads(read_limited(path, _MOST_BYTES))
         found = contents.pop("digest")
         _strategy_from(contents["strategy"], path)
         return bool(found == digest(contents) == plan.digest)
