@@ -5,9 +5,11 @@ weight decay into account. Where the model that is kept is an average of the wei
 """
 
 from bandmf.workloads.averaging import Averaging, exponential, shares, tail
+from bandmf.workloads.optimizers import from_optimizer
 from bandmf.workloads.schedules import cooldown, cosine
 from bandmf.workloads.workload import (
     Workload,
+    adam,
     from_recipe,
     momentum,
     prefix,
@@ -19,9 +21,11 @@ from bandmf.workloads.workload import (
 __all__ = [
     "Averaging",
     "Workload",
+    "adam",
     "cooldown",
     "cosine",
     "exponential",
+    "from_optimizer",
     "from_recipe",
     "momentum",
     "prefix",

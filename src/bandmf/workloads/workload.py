@@ -10,7 +10,7 @@ A workload knows up to three forms of itself, and every algorithm takes the chea
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,8 @@ from bandmf import _check, band_columns, streaming
 from bandmf._types import FloatArray
 from bandmf.streaming import StreamingOperator, lfilter
 from bandmf.workloads.averaging import Averaging, averaged
+from bandmf.workloads.dynamics import Dynamics, first_column
+from bandmf.workloads.schedules import Schedule, evaluated
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,13 +84,19 @@ def prefix(steps: int, *, averaging: Averaging | None = None) -> Workload:
 
 def momentum(
     steps: int,
-    momentum: float,
-    learning_rates: FloatArray | None = None,
+    momentum: float | FloatArray,
+    learning_rates: FloatArray | Schedule | None = None,
     weight_decay: float = 0.0,
     *,
+    nesterov: bool = False,
+    dampening: float = 0.0,
+    coupled: bool = False,
     averaging: Averaging | None = None,
 ) -> Workload:
-    """SGD with heavy-ball momentum, any learning-rate schedule (an array) and decoupled weight decay.
+    """SGD with momentum, any learning-rate schedule (an array, or a function of the step) and weight decay.
+
+    Weight decay is decoupled, from the weights alone, unless `coupled` (the one of `torch.optim.SGD`): then it is part
+    of the gradient, and goes through the momentum. `from_optimizer` reads all of this from an optimizer.
 
     >>> momentum(3, 0.5).materialize()
     array([[1.  , 0.  , 0.  ],
@@ -96,53 +104,79 @@ def momentum(
            [1.75, 1.5 , 1.  ]])
     """
     steps = _check.whole("steps", steps)
-    beta = _check.real("momentum", momentum, 0, 1, open_high=True)
+    beta, rates = _momentum("momentum", momentum, steps), _rates(learning_rates, steps)
     decay = _check.real("weight_decay", weight_decay, 0)
-    if learning_rates is not None:
-        rates = _check.array("learning_rates", learning_rates, 1)
-        return averaged(_scheduled_momentum(steps, beta, rates, decay), averaging)
-    keep = 1 - decay
-    if not -1 < keep <= 1:
-        raise _check.fail("weight_decay", weight_decay, "must be below 2 when the learning rate is one")
-    polynomial = np.convolve([1.0, -keep], [1.0, -beta]) if beta else np.array([1.0, -keep])
-    F = np.array([[beta, 0.0], [beta, keep]])
-    step = streaming.Matrices(F, np.ones(2), F[1], 1.0)
-    constant = Workload(
-        f"momentum {beta:g}" + (f", weight decay {decay:g}" if decay else ""),
-        steps,
-        streaming.state_space(lambda i: step, 2),
-        lambda count: lfilter([1.0], polynomial, np.eye(1, count)[0]),
-        1 / (1 - beta) if keep == 1 else 0.0,
-        _toeplitz_columns(polynomial, steps),
-        ("momentum", {"momentum": beta, "weight_decay": decay}),
+    dampening = _check.real("dampening", dampening, 0, 1, open_high=True)
+    special = {
+        "nesterov": _check.choice("nesterov", nesterov, (False, True)),
+        "dampening": dampening,
+        "coupled": _check.choice("coupled", coupled, (False, True)),
+    }
+    dynamics = Dynamics.sgd(steps, beta, rates, decay, **special)
+    name = "Nesterov momentum" if nesterov else "momentum"
+    recipe = {**_plain(beta, learning_rates, rates, decay), **{key: value for key, value in special.items() if value}}
+    return averaged(_of_dynamics(dynamics, name, "momentum", recipe), averaging)
+
+
+def adam(
+    steps: int,
+    momentum: float | FloatArray = 0.9,
+    learning_rates: FloatArray | Schedule | None = None,
+    weight_decay: float = 0.0,
+    *,
+    averaging: Averaging | None = None,
+) -> Workload:
+    """Adam's and AdamW's first moment, without its bias, with a schedule and decoupled weight decay.
+
+    `momentum` is beta_1. The second moment is left out: its scaling depends on the data, and is taken to be constant.
+
+    >>> adam(2, 0.5).materialize().round(3)
+    array([[1.   , 0.   ],
+           [1.333, 0.667]])
+    """
+    steps = _check.whole("steps", steps)
+    beta, rates = _momentum("momentum", momentum, steps), _rates(learning_rates, steps)
+    decay = _check.real("weight_decay", weight_decay, 0)
+    recipe = _plain(beta, learning_rates, rates, decay)
+    return averaged(_of_dynamics(Dynamics.adam(steps, beta, rates, decay), "Adam", "adam", recipe), averaging)
+
+
+def _of_dynamics(dynamics: Dynamics, name: str, kind: str, recipe: dict[str, Any]) -> Workload:
+    beta, decay = recipe["momentum"], recipe["weight_decay"]
+    name += f" {beta:g}" if isinstance(beta, float) else " of each step"
+    name += f", weight decay {decay:g}" if decay and "learning_rates" not in recipe else ""
+    name += " with a schedule" if "learning_rates" in recipe else ""
+    found = Workload(
+        name, dynamics.steps, dynamics.operator(), recipe=(kind, recipe), inverse_columns=dynamics.inverse_columns()
     )
-    return averaged(constant, averaging)
+    if not dynamics.constant:
+        return found
+    return replace(found, coefficients=partial(first_column, *dynamics.coefficients()), limit=dynamics.limit())
 
 
-def _scheduled_momentum(steps: int, beta: float, rates: FloatArray, decay: float) -> Workload:
+def _momentum(name: str, given: object, steps: int) -> FloatArray:
+    """One number for all steps, or one for each."""
+    if np.ndim(given) == 0:  # type: ignore[arg-type]
+        return np.array([_check.real(name, given, 0, 1, open_high=True)])
+    each = _check.array(name, given, 1)
+    if len(each) != steps or not np.all((each >= 0) & (each < 1)):
+        raise _check.fail(name, given, f"must be a number in [0, 1), or one for each of steps={steps}")
+    return each
+
+
+def _rates(given: object, steps: int) -> FloatArray:
+    if given is None:
+        return np.ones(1)
+    rates = evaluated(given, steps) if callable(given) else _check.array("learning_rates", given, 1)
     if len(rates) != steps:
         raise ValueError(f"learning_rates: there are {len(rates)} of them, but steps={steps}")
-    inverse = None
-    if np.all(rates != 0):  # a rate of exactly zero makes A singular
-        # g_i = m_i - beta m_{i-1} with m_i = (y_i - keep_i y_{i-1}) / rate_i, read off column by column.
-        keep_next = np.append(1 - rates[1:] * decay, 0.0)
-        rate_next = np.append(rates[1:], np.inf)
-        middle = -keep_next / rate_next - beta / rates
-        last = beta * keep_next / rate_next
-        compact = np.stack([1 / rates, middle, last], axis=1)
-        compact[-1, 1:] = 0
-        compact[-2:, 2] = 0
+    return rates
 
-        def inverse(start: int, stop: int) -> FloatArray:
-            return compact[start:stop]
 
-    return Workload(
-        f"momentum {beta:g} with a schedule",
-        steps,
-        streaming.momentum(rates, beta, decay),
-        inverse_columns=inverse,
-        recipe=("momentum", {"momentum": beta, "learning_rates": rates, "weight_decay": decay}),
-    )
+def _plain(beta: FloatArray, given: object, rates: FloatArray, decay: float) -> dict[str, Any]:
+    """The arguments that files keep."""
+    found: dict[str, Any] = {"momentum": float(beta[0]) if len(beta) == 1 else beta}
+    return {**found, **({} if given is None else {"learning_rates": rates}), "weight_decay": decay}
 
 
 def toeplitz(coefficients: FloatArray, steps: int, *, averaging: Averaging | None = None) -> Workload:
@@ -187,7 +221,12 @@ def streaming_operator(
 def from_recipe(recipe: tuple[str, dict[str, Any]], steps: int) -> Workload:
     """The workload that `recipe` describes: the name of a function here, and its arguments."""
     kind, arguments = recipe
-    makers: dict[str, Callable[..., Workload]] = {"prefix": prefix, "momentum": momentum, "toeplitz": toeplitz}
+    makers: dict[str, Callable[..., Workload]] = {
+        "prefix": prefix,
+        "momentum": momentum,
+        "adam": adam,
+        "toeplitz": toeplitz,
+    }
     return makers[_check.choice("workload", kind, tuple(makers))](steps=steps, **arguments)
 
 
