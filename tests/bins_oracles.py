@@ -80,6 +80,30 @@ def two_position_deltas(K, epsilon):
     )
 
 
+def three_position_delta(K, epsilon):
+    """The remove divergence of three positions: two by quadrature, the third, given them, in closed form."""
+    F = np.linalg.cholesky(K)
+    x = np.linspace(-9, 9, 1201)
+    masses = stats.norm.pdf(x) * (x[1] - x[0])
+    total = 0.0
+    for first, mass in zip(x, masses, strict=True):
+        u0 = F[0, 0] * first
+        u1 = F[1, 0] * first + F[1, 1] * x
+        known = (math.exp(u0 - K[0, 0] / 2) + np.exp(u1 - K[1, 1] / 2)) / 3
+        means = F[2, 0] * first + F[2, 1] * x - K[2, 2] / 2 - math.log(3)
+        strike = np.maximum(math.exp(epsilon) - known, 1e-300)
+        d = (means - np.log(strike)) / F[2, 2]
+        forward = np.exp(means + F[2, 2] ** 2 / 2)
+        above = known >= math.exp(epsilon)
+        given = np.where(
+            above,
+            known + forward - math.exp(epsilon),
+            forward * stats.norm.cdf(d + F[2, 2]) - strike * stats.norm.cdf(d),
+        )
+        total += mass * float(given @ masses)
+    return total
+
+
 def independent_delta(variance, b, epsilon):
     """The remove divergence of b independent positions, K = variance I: the law of sum_j v_j by b-fold convolution."""
     step, size = 0.01, 2**16

@@ -10,23 +10,24 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bandmf.accounting.bins import Certificate, Chain, NotCertifiedError, certify, gram_matrix
+from bandmf.accounting.bins import Certificate, NotCertifiedError, certify, gram_matrix
+from bandmf.accounting.bins.copies import Copies
 from bandmf.accounting.bins.divergences import add_sums, remove_sums
 from bandmf.accounting.bins.loss import privacy_loss
 from bandmf.accounting.certified import FAILURE
-from bandmf.accounting.samples import Sums, upper_bound
+from bandmf.accounting.samples import BETS, Sums, sample_sums, upper_bound
 from bandmf.accounting.verified import verify_once
 from bandmf.strategies import banded_inverse_square_root
 from bins_oracles import TWO, gaussian_delta, gaussian_sigma, two_position_deltas
 
 ONE = np.array([[1.0]])
 GRAM = gram_matrix(banded_inverse_square_root(64, 4), 8)
-CHAIN = Chain(1.5, 2)
+COPIES = 3
 
 
 def small_certificate(**changes):
     """A certificate of eight positions that takes a fraction of a second."""
-    given = {"samples": 20_000, "seed": 7, "chain": CHAIN, **changes}
+    given = {"samples": 20_000, "seed": 7, "copies": COPIES, **changes}
     return certify(GRAM, 2.7, 4.0, 1e-3, **given)
 
 
@@ -36,10 +37,10 @@ def small_certificate(**changes):
 def misses(case, direction, certificates, count, failure, bound_of=upper_bound):
     """The share of certificates, of `count` samples each, whose bound is below the true divergence."""
     gram, sigma, epsilon, truth = case
-    loss, chain, missed = privacy_loss(gram, sigma), Chain(1.0, 2), 0
+    loss, copies, missed = privacy_loss(gram, sigma), Copies(privacy_loss(gram, sigma), 3), 0
     for seed in range(certificates):
         if direction == "remove":
-            sums, bound = remove_sums(loss, epsilon, chain, count, seed, 1), chain.bound(loss, epsilon)
+            sums, bound = remove_sums(copies, epsilon, count, seed, 1), copies.bound(epsilon)
         else:
             sums, bound = add_sums(loss, epsilon, count, seed, 1)
         missed += bound_of(sums, bound, failure) < truth
@@ -81,7 +82,7 @@ def false_certificates(tries, samples):
     gram, sigma, epsilon, remove, _ = CASES["two"]
     failure, passed = 0.05, 0
     for seed in range(tries):
-        given = {"samples": samples, "seed": seed, "chain": Chain(1.0, 2), "failure": failure, "workers": 1}
+        given = {"samples": samples, "seed": seed, "copies": 3, "failure": failure, "workers": 1}
         try:
             certify(gram, sigma, epsilon, remove * (1 - 1e-9) + failure, **given)
             passed += 1
@@ -131,11 +132,10 @@ def test_delta_holds_both_bounds_and_the_failure():
 
 def test_too_little_noise_is_refused():
     sigma = gaussian_sigma(1.0, 1e-6)
-    chain = Chain(1.0, 18)
-    assert certify(ONE, 1.006 * sigma, 1.0, 1e-6, samples=200_000, seed=1, chain=chain)
+    assert certify(ONE, 1.006 * sigma, 1.0, 1e-6, samples=200_000, seed=1, copies=19)
     for seed in range(5):
         with pytest.raises(NotCertifiedError, match="not certified"):
-            certify(ONE, 0.999 * sigma, 1.0, 1e-6, samples=20_000, seed=seed, chain=chain)
+            certify(ONE, 0.999 * sigma, 1.0, 1e-6, samples=20_000, seed=seed, copies=19)
 
 
 def test_too_few_samples_are_refused():
@@ -146,7 +146,7 @@ def test_too_few_samples_are_refused():
 def test_the_add_direction_is_checked_on_its_own():
     """Where only the bound without sampling is allowed and is too large, nothing is certified."""
     with pytest.raises(NotCertifiedError) as refused:
-        certify(GRAM, 2.7, 4.0, 1e-3, samples=20_000, seed=7, chain=CHAIN, add_samples=0)
+        certify(GRAM, 2.7, 4.0, 1e-3, samples=20_000, seed=7, copies=COPIES, add_samples=0)
     assert refused.value.remove < 1e-3 < refused.value.add
 
 
@@ -169,7 +169,7 @@ def test_seconds_instead_of_samples():
 def test_nonsense_is_refused(name, value):
     given = {"sigma": 2.7, "epsilon": 4.0, "delta": 1e-3, name: value}
     with pytest.raises(ValueError, match=name):
-        certify(GRAM, **given, samples=100, chain=CHAIN)
+        certify(GRAM, **given, samples=100, copies=COPIES)
 
 
 # --- verification -------------------------------------------------------------------------------------
@@ -194,8 +194,7 @@ TAMPERED = {
     "cycle": 7,
     "gram_marks": (1.0, 2.0, 3.0),
     "seed": 8,
-    "power": 1.25,
-    "length": 3,
+    "copies": 4,
     "samples": 25_000,
     "weight_bound": 2e-3,
     "remove": 1e-5,
@@ -241,7 +240,7 @@ def test_certificates_survive_json():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("power", 0.5), ("remove", math.nan), ("samples", 1), ("failure", 1e-2), ("gram_marks", [1.0]), ("seed", "x")],
+    [("copies", 1), ("remove", math.nan), ("samples", 1), ("failure", 1e-2), ("gram_marks", [1.0]), ("seed", "x")],
 )
 def test_a_certificate_of_impossible_form_is_not_read(name, value):
     with pytest.raises(ValueError, match=name):
@@ -326,3 +325,24 @@ def test_without_a_cache_everything_is_verified(runs, monkeypatch):
     for _ in range(2):
         verify_once(certificate, GRAM)
     assert len(runs) == 2
+
+
+# --- bets ---------------------------------------------------------------------------------------------
+
+
+def test_equal_samples_have_the_bound_of_the_best_bet():
+    """All samples are B / 4: by the bet r, mu <= (1 - (1 - r B / 4) f^(1 / n)) / r."""
+    sums = sample_sums(lambda generator, rows: np.full(rows, 0.5), 1000, 4, 0, 0, bound=2.0)
+    wins = [(1 - (1 - bet / 4) * (0.01 / len(BETS)) ** (1 / 1000)) * 2 / bet for bet in BETS]
+    assert upper_bound(sums, 2.0, 0.01) == pytest.approx(min(wins), rel=1e-6)
+    assert 0.5 < upper_bound(sums, 2.0, 0.01) < upper_bound(replace(sums, logs=()), 2.0, 0.01)
+
+
+def test_a_planted_bet_above_the_bound_is_caught_by_the_coverage():
+    """Rare samples near B decide: with bets as for a B of a twentieth, the rare ones count for too little."""
+
+    def low(sums, bound, failure):
+        return upper_bound(replace(sums, logs=tuple(logs / 20 for logs in sums.logs), largest=0.0), bound, failure)
+
+    gram, sigma, epsilon, remove, _ = CASES["two"]
+    assert misses((gram, sigma, epsilon, remove), "remove", 300, 400, 0.05, low) > 0.3

@@ -13,7 +13,7 @@ from scipy.signal import lfilter
 import bandmf
 from bandmf import optimize
 from bandmf.accounting.bins import gram_matrix
-from bandmf.accounting.bins.chain import Chain
+from bandmf.accounting.bins.copies import Copies
 from bandmf.accounting.bins.loss import privacy_loss
 from bandmf.noise import NumpyEngine
 from bandmf.participation import FixedEpochs, MinSeparation, Single
@@ -241,18 +241,14 @@ def test_the_gram_matrix_of_a_stamped_banded_inverse_is_raised_like_its_epoch_s(
 
 
 @pytest.mark.filterwarnings("error")
-def test_chains_far_below_the_largest_entry_keep_their_weight():
-    """Exponentials of all of a row's sums vanish beside the largest entry: the weight was zero, not small."""
-    loss = privacy_loss(np.diag([1.0, 1e-6, 1e-6]), 0.012)
-    chain = Chain(1, 3)
-    rows, generator = 400, np.random.default_rng(0)
-    S, log_scale = chain._positions(loss, generator, rows)
-    assert loss.largest > 5_000
-    assert np.isfinite(log_scale).all()
-    assert np.isfinite(S).all()
-    quiet = S.max(axis=1) < 100  # chains that began at a small position and stayed there
-    assert quiet.any()
-    assert np.abs(log_scale[quiet]).max() < 10
+def test_positions_far_below_the_largest_entry_keep_their_weight():
+    """Exponentials of all of a row's entries vanish beside the largest of the matrix."""
+    copies = Copies(privacy_loss(np.diag([1.0, 1e-6, 1e-6]), 0.012), 3)
+    assert copies.loss.largest > 5_000
+    assert np.isfinite(copies.log_scale)
+    assert np.all(np.diff(copies._others) > -1e-15)
+    small = copies._others[3:6] - 1  # hub 1: its row is nearly uniform
+    np.testing.assert_allclose(small, [1 / 3, 2 / 3, 1], atol=0.01)
 
 
 # --- honest plans -------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 
 from bandmf import _check
 from bandmf.accounting.events import MAX_EPSILON, MIN_EPSILON
+from bandmf.accounting.samples import BETS
 
 FAILURE = 1e-3  # of delta, unless told otherwise: the best of m certified plans has (m - 1) times as much in addition
 ALIKE = 1e-4  # relative: another machine rounds, and now and then draws, a little differently
@@ -51,3 +52,23 @@ def samples_for(variance: float, bound: float, margin: float, log_term: float) -
     spread = (math.sqrt(2 * log_term) + LUCK) * math.sqrt(variance)
     tail = 7 / 3 * log_term * bound
     return ((spread + math.sqrt(spread**2 + 4 * margin * tail)) / (2 * margin)) ** 2
+
+
+def margin(variance: float, bound: float, log_term: float, count: float) -> float:
+    """How far `upper_bound` of so many samples will be above the mean, about; luck included. All over the mean.
+
+    The best bet r that is not above 1 / bound: l / (n r) + r variance / 2.
+    """
+    log_term += math.log(len(BETS))
+    bet = min(BETS[0] / bound, max(math.sqrt(2 * log_term / (count * max(variance, 1e-9))), BETS[-1] / bound))
+    return 1.1 * (log_term / (count * bet) + bet * variance / 2) + LUCK * math.sqrt(variance / count)
+
+
+def samples_with(variance: float, bound: float, wanted: float, log_term: float) -> float:
+    """Samples until that margin is as small as wanted."""
+    low, high = 0.0, 60.0  # log
+    for _ in range(60):
+        middle = (low + high) / 2
+        short = margin(variance, bound, log_term, math.exp(middle)) > wanted
+        low, high = (middle, high) if short else (low, middle)
+    return math.exp(high)

@@ -9,9 +9,8 @@ True
 
 from bandmf.accounting.bins.calibrate import calibrate
 from bandmf.accounting.bins.certificate import Certificate, certify
-from bandmf.accounting.bins.chain import Chain
 from bandmf.accounting.bins.estimate import Estimate, estimate
 from bandmf.accounting.bins.gram import gram_matrix
 from bandmf.accounting.certified import NotCertifiedError
 
-__all__ = ["Certificate", "Chain", "Estimate", "NotCertifiedError", "calibrate", "certify", "estimate", "gram_matrix"]
+__all__ = ["Certificate", "Estimate", "NotCertifiedError", "calibrate", "certify", "estimate", "gram_matrix"]

@@ -15,12 +15,13 @@ from collections.abc import Callable
 from bandmf import _check
 from bandmf._types import FloatArray
 from bandmf.accounting.bins.certificate import Certificate, certify, most_samples
+from bandmf.accounting.bins.copies import Copies
 from bandmf.accounting.bins.divergences import add_sums, seconds_per_sample
 from bandmf.accounting.bins.estimate import Estimate, estimate
 from bandmf.accounting.bins.gram import checked_gram
 from bandmf.accounting.bins.half_space import half_space
-from bandmf.accounting.bins.loss import privacy_loss
-from bandmf.accounting.certified import FAILURE, LUCK, NotCertifiedError, samples_for
+from bandmf.accounting.bins.loss import law
+from bandmf.accounting.certified import FAILURE, NotCertifiedError, margin, samples_with
 
 _AIM = 0.94  # of delta
 _USED = 0.8  # of the time that is left: the rest is for another attempt
@@ -62,26 +63,27 @@ def calibrate(
     if pilot.add >= 1:
         raise _no_half_space(gram, pilot.sigma, epsilon, delta)
     start = time.perf_counter()
-    pace = seconds_per_sample(privacy_loss(gram, pilot.sigma), epsilon, pilot.pilot.chain, workers)
+    pace, add_pace = seconds_per_sample(Copies(law(gram).at(pilot.sigma), pilot.pilot.copies), epsilon, workers)
     sigma, failed = 0.0, NotCertifiedError("no attempt was made")
     for attempt in range(1, _MOST_ATTEMPTS):
         left = seconds - (time.perf_counter() - start)
-        most = min(int(_USED * left / pace), most_samples(len(gram), pilot.pilot.chain))
+        most = min(int(_USED * left / (pace + add_pace)), most_samples(len(gram)))
         if most < _LEAST:
             break
-        log_term = math.log(2 / (FAILURE * delta / 2.0**attempt / 2))
+        log_term = math.log(1 / (FAILURE * delta / 2.0**attempt / 2))
         aimed, samples, add_samples = _aim(gram, pilot, epsilon, delta, most, log_term)
         # After a failure, by what is missing, and a little; never by less than the plan for this attempt says.
         missing = math.log(max(failed.remove, failed.add) / delta) if math.isfinite(failed.remove) else 0.0
         sigma = max(aimed, sigma * math.exp(max(missing, 0.0) / abs(pilot.slope) + 0.002))
-        tell(f"attempt {attempt}: sigma={sigma:.5g}, {samples} samples, about {samples * pace:.0f} s")
+        takes = samples * pace + add_samples * add_pace
+        tell(f"attempt {attempt}: sigma={sigma:.5g}, {samples} samples, about {takes:.0f} s")
         try:
             return certify(
                 gram,
                 sigma,
                 epsilon,
                 delta,
-                chain=pilot.pilot.chain,
+                copies=pilot.pilot.copies,
                 samples=samples,
                 add_samples=add_samples,
                 seed=root + (attempt << 120),
@@ -110,10 +112,7 @@ def _aim(
     shown, allowed = pilot.pilot, delta * (1 - FAILURE)
     wanted = shown.margin_samples(allowed / (_AIM * delta) - 1, log_term)
     samples = min(max(int(wanted), _LEAST), most)
-    # With these samples: t + (sqrt(2 l) + LUCK) t sqrt(variance / n) + 7 B l / (3 n) = allowed.
-    tail = 7 / 3 * log_term * shown.relative_bound * delta / samples
-    spread = (math.sqrt(2 * log_term) + LUCK) * math.sqrt(shown.relative_variance / samples)
-    aim = max((allowed - tail) / (1 + spread), 1e-3 * delta)
+    aim = max(allowed / (1 + margin(shown.relative_variance, shown.relative_bound, log_term, samples)), 1e-3 * delta)
     rise = math.log(delta / aim) / abs(pilot.slope) + _PILOT_LUCK * pilot.relative_standard_error
     sigma = pilot.sigma * math.exp(rise)
     return sigma, samples, _add_samples(gram, sigma, epsilon, allowed, samples, log_term)
@@ -121,7 +120,7 @@ def _aim(
 
 def _add_samples(gram: FloatArray, sigma: float, epsilon: float, allowed: float, most: int, log_term: float) -> int:
     """Samples that show the add direction to be below what is allowed; 0 where that needs none."""
-    loss = privacy_loss(gram, sigma)
+    loss = law(gram).at(sigma)
     side = half_space(loss, epsilon)
     if side is None or side.deterministic_bound() <= allowed:
         return 0
@@ -130,7 +129,7 @@ def _add_samples(gram: FloatArray, sigma: float, epsilon: float, allowed: float,
     sums, bound = sampled
     mean = max(sums.mean, 1e-3 * allowed)
     room = max(allowed / mean - 1, 0.01)
-    needed = samples_for((math.sqrt(sums.variance) / mean) ** 2, bound / mean, room, log_term)
+    needed = samples_with((math.sqrt(sums.variance) / mean) ** 2, bound / mean, room, log_term)
     return min(max(int(1.5 * needed), _LEAST), most)
 
 

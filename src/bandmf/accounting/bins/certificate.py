@@ -20,11 +20,11 @@ from typing import Any
 
 from bandmf import _check
 from bandmf._types import FloatArray
-from bandmf.accounting.bins.chain import Chain
+from bandmf.accounting.bins.copies import MAX_COPIES, Copies
 from bandmf.accounting.bins.divergences import add_sums, remove_sums, seconds_per_sample
 from bandmf.accounting.bins.gram import checked_gram, marks
 from bandmf.accounting.bins.half_space import half_space
-from bandmf.accounting.bins.loss import PrivacyLoss, privacy_loss
+from bandmf.accounting.bins.loss import PrivacyLoss, law
 from bandmf.accounting.bins.tuning import tune
 from bandmf.accounting.certified import ALIKE, FAILURE, NotCertifiedError, alike, checked_budget, checked_samples
 from bandmf.accounting.samples import upper_bound
@@ -48,8 +48,7 @@ class Certificate:
     cycle: int
     gram_marks: tuple[float, float, float]
     seed: int
-    power: float  # the proposal for the remove direction: see chain
-    length: int
+    copies: int  # of the proposal for the remove direction
     samples: int
     weight_bound: float
     remove: float  # upper bound of its divergence
@@ -60,12 +59,11 @@ class Certificate:
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = checked_budget(self.epsilon, self.delta, self.failure, self.attempt)
-        chain = Chain(self.power, self.length)
-        checked |= {"power": chain.power, "length": chain.length}
+        checked["copies"] = _check.whole("copies", self.copies, 2, MAX_COPIES)
         checked["sigma"] = _check.real("sigma", self.sigma, 0, 1e100, open_low=True)
         checked["cycle"] = _check.whole("cycle", self.cycle)
         checked["seed"] = _check.whole("seed", self.seed, 0, 2**128 - 1)
-        checked |= checked_samples(self.samples, self.add_samples, most_samples(checked["cycle"], chain))
+        checked |= checked_samples(self.samples, self.add_samples, most_samples(checked["cycle"]))
         checked["gram_marks"] = tuple(_check.real("gram_marks", mark, 0) for mark in self.gram_marks)
         for name in ("weight_bound", "remove", "add"):
             checked[name] = _check.real(name, getattr(self, name), 0)
@@ -88,7 +86,7 @@ class Certificate:
             self.sigma,
             self.epsilon,
             self.delta,
-            chain=Chain(self.power, self.length),
+            copies=self.copies,
             samples=self.samples,
             add_samples=self.add_samples,
             seed=self.seed if seed is None else seed,
@@ -129,7 +127,7 @@ def certify(
     samples: int | None = None,
     seconds: float | None = None,
     seed: int | None = None,
-    chain: Chain | None = None,
+    copies: int | None = None,
     add_samples: int | None = None,
     failure: float | None = None,
     attempt: int = 1,
@@ -138,8 +136,8 @@ def certify(
     """A certificate that `sigma` suffices; NotCertifiedError where the samples do not show it.
 
     `samples`, or about as many as `seconds` allow. `seed` must not have been looked at before: None draws one.
-    Trying seeds until one passes is cheating, unless each try is counted by `attempt`. `chain` (default: tuned)
-    is the proposal. `add_samples=0` uses only the bound without sampling; None samples as often as for the
+    Trying seeds until one passes is cheating, unless each try is counted by `attempt`. `copies` (default: tuned)
+    are those of the proposal. `add_samples=0` uses only the bound without sampling; None samples as often as for the
     other direction, where that bound is not enough. `calibrate` chooses all of this.
 
     >>> import numpy as np
@@ -154,19 +152,20 @@ def certify(
     epsilon, delta, failure = budget["epsilon"], budget["delta"], budget["failure"]
     gram = checked_gram(gram)
     seed = secrets.randbits(128) if seed is None else _check.whole("seed", seed, 0, 2**128 - 1)
-    loss, share, allowed = privacy_loss(gram, sigma), failure / 2.0**attempt / 2, delta - failure
-    chain = tune(loss, epsilon, _TUNING, seed).chain if chain is None else chain
+    loss, share, allowed = law(gram).at(sigma), failure / 2.0**attempt / 2, delta - failure
+    copies = tune(loss, epsilon, _TUNING, seed).copies if copies is None else copies
+    proposal = Copies(loss, copies)
     if (samples is None) == (seconds is None):
         raise _check.fail("samples", samples, f"give either samples or seconds, not seconds={seconds}")
     if seconds is not None:
         allowed_time = _check.real("seconds", seconds, 0, open_low=True)
-        samples = max(2, int(allowed_time / seconds_per_sample(loss, epsilon, chain, workers)))
-        samples = min(samples, most_samples(len(gram), chain))
+        samples = max(2, int(allowed_time / sum(seconds_per_sample(proposal, epsilon, workers))))
+        samples = min(samples, most_samples(len(gram)))
     assert samples is not None
-    samples = checked_samples(samples, add_samples or 0, most_samples(len(gram), chain))["samples"]
-    bound = chain.bound(loss, epsilon)
-    remove = remove_sums(loss, epsilon, chain, samples, seed, workers)
-    upper_remove = upper_bound(remove, bound, share) + bound * chain.misdrawn(loss)
+    samples = checked_samples(samples, add_samples or 0, most_samples(len(gram)))["samples"]
+    bound = proposal.bound(epsilon)
+    remove = remove_sums(proposal, epsilon, samples, seed, workers)
+    upper_remove = upper_bound(remove, bound, share) + bound * proposal.misdrawn
     if add_samples is None:
         add_samples = 0 if _closed_bound(loss, epsilon) <= allowed else samples
     if add_samples == 0:
@@ -187,8 +186,7 @@ def certify(
         cycle=len(gram),
         gram_marks=marks(gram),
         seed=seed,
-        power=chain.power,
-        length=chain.length,
+        copies=copies,
         samples=samples,
         weight_bound=bound,
         remove=upper_remove,
@@ -214,6 +212,6 @@ def _sampled_bound(
     return min(upper_bound(*sampled, share), _closed_bound(loss, epsilon))
 
 
-def most_samples(cycle: int, chain: Chain) -> int:
+def most_samples(cycle: int) -> int:
     """Samples that a certificate may have: more take longer to verify than anyone would wait."""
-    return MOST_WORK // (max(cycle, 16) * (7 + chain.length))  # as measured, up to a factor of two
+    return MOST_WORK // (8 * max(cycle, 16))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from bandmf.accounting.bins.chain import Chain
+from bandmf.accounting.bins.copies import Copies
 from bandmf.accounting.bins.half_space import half_space
 from bandmf.accounting.bins.loss import PrivacyLoss
 from bandmf.accounting.samples import Sums, sample_sums
@@ -13,17 +13,12 @@ REMOVE, ADD, PILOT, ESTIMATE, POSTERIOR, CLOCK = range(6)  # streams; certificat
 
 
 def remove_sums(
-    loss: PrivacyLoss,
-    epsilon: float,
-    chain: Chain,
-    samples: int,
-    seed: int,
-    workers: int | None = None,
-    stream: int = REMOVE,
+    copies: Copies, epsilon: float, samples: int, seed: int, workers: int | None = None, stream: int = REMOVE
 ) -> Sums:
     """Samples whose expectation is the remove divergence."""
+    width, bound = copies.loss.cycle, copies.bound(epsilon)
     return sample_sums(
-        lambda generator, rows: chain.sample(loss, epsilon, generator, rows), samples, loss.cycle, seed, stream, workers
+        lambda generator, rows: copies.sample(epsilon, generator, rows), samples, width, seed, stream, workers, bound
     )
 
 
@@ -34,16 +29,25 @@ def add_sums(
     side = half_space(loss, epsilon)
     if side is None:
         return None
+    bound = side.bound(side.rounding(loss))
     sums = sample_sums(
-        lambda generator, rows: side.sample(loss, epsilon, generator, rows), samples, loss.cycle, seed, stream, workers
+        lambda generator, rows: side.sample(loss, epsilon, generator, rows),
+        samples,
+        loss.cycle,
+        seed,
+        stream,
+        workers,
+        bound,
     )
-    return sums, side.bound(side.rounding(loss))
+    return sums, bound
 
 
-def seconds_per_sample(loss: PrivacyLoss, epsilon: float, chain: Chain, workers: int | None = None) -> float:
-    """Of a sample of each direction, by the clock."""
-    samples = max(512, min(2**13, 2**20 // loss.cycle))
-    start = time.perf_counter()
-    remove_sums(loss, epsilon, chain, samples, 0, workers, CLOCK)
-    add_sums(loss, epsilon, samples, 0, workers, CLOCK)
-    return (time.perf_counter() - start) / samples
+def seconds_per_sample(copies: Copies, epsilon: float, workers: int | None = None) -> tuple[float, float]:
+    """Of a sample of the remove and of the add direction, by the clock."""
+    samples = max(512, min(2**13, 2**20 // copies.loss.cycle))
+    times = [time.perf_counter()]
+    remove_sums(copies, epsilon, samples, 0, workers, CLOCK)
+    times.append(time.perf_counter())
+    add_sums(copies.loss, epsilon, samples, 0, workers, CLOCK)
+    times.append(time.perf_counter())
+    return (times[1] - times[0]) / samples, (times[2] - times[1]) / samples

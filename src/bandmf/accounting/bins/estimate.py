@@ -13,9 +13,10 @@ import numpy as np
 from bandmf import _check
 from bandmf._types import FloatArray
 from bandmf.accounting.bins import tuning
+from bandmf.accounting.bins.copies import Copies
 from bandmf.accounting.bins.divergences import ESTIMATE, POSTERIOR, add_sums, remove_sums
 from bandmf.accounting.bins.gram import checked_gram
-from bandmf.accounting.bins.loss import privacy_loss
+from bandmf.accounting.bins.loss import Law, law
 from bandmf.accounting.bins.tuning import Pilot
 from bandmf.accounting.events import MAX_EPSILON, MIN_EPSILON
 from bandmf.accounting.sampled_root import RELIABLE, approach, not_found, solve
@@ -24,9 +25,9 @@ from bandmf.error.threads import one_thread
 
 _ROUGH = (2**10, 2**13, 2**15)  # samples of a first look: more where fewer show nothing
 _FAR = 2.0  # times less noise than the first guess: where samples show nothing there either, they never do
-_BOUND_OVER_DELTA = 100.0  # about, for the chain of least bound
-_WINDOW = 0.15  # of log L around epsilon, for the posterior there
-_CLOSE, _WIDEST = 30, 100.0  # samples in it, and where to stop widening it
+_BOUND_OVER_DELTA = 50.0  # about, for the least bound
+_WINDOW = 0.1  # of log L around epsilon, for the posterior there
+_CLOSE, _WIDEST = 30.0, 100.0  # samples in it, and where to stop widening it
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,85 +61,76 @@ def estimate(
     delta = _check.real("delta", delta, 1e-15, 1, open_high=True)
     samples = _check.whole("samples", samples, 64)
     with one_thread(len(gram)):
-        return _estimate(gram, epsilon, delta, samples, seed, posterior)
+        return _estimate(law(gram), epsilon, delta, samples, seed, posterior)
 
 
-def _estimate(gram: FloatArray, epsilon: float, delta: float, samples: int, seed: int, posterior: bool) -> Estimate:
-    sigma, pilot = _tuned(gram, epsilon, delta, seed)
+def _estimate(law: Law, epsilon: float, delta: float, samples: int, seed: int, posterior: bool) -> Estimate:
+    sigma, pilot = _tuned(law, epsilon, delta, seed)
 
     def remove(sigma: float, samples: int) -> Sums:
-        return remove_sums(privacy_loss(gram, sigma), epsilon, pilot.chain, samples, seed, stream=ESTIMATE)
+        return remove_sums(Copies(law.at(sigma), pilot.copies), epsilon, samples, seed, stream=ESTIMATE)
 
     def add(sigma: float, samples: int) -> Sums:
-        return _added(gram, sigma, epsilon, samples, seed)
+        sampled = add_sums(law.at(sigma), epsilon, samples, seed, stream=ESTIMATE)
+        return Sums(samples, samples, samples, 1.0) if sampled is None else sampled[0]
 
     sigma, sums, slope = solve(remove, sigma, delta, samples)
-    bound = pilot.chain.bound(privacy_loss(gram, sigma), epsilon)
-    pilot = Pilot(pilot.chain, sums.mean, sums.relative_variance, bound / sums.mean)
-    added = add_sums(privacy_loss(gram, sigma), epsilon, samples, seed, stream=ESTIMATE)
-    if added is not None and added[0].mean > delta:  # never seen, but not excluded
+    bound = Copies(law.at(sigma), pilot.copies).bound(epsilon)
+    pilot = Pilot(pilot.copies, sums.mean, sums.relative_variance, bound / sums.mean)
+    added = add(sigma, samples).mean
+    if delta < added < 1:  # never seen, but not excluded
         sigma, sums, slope = solve(add, sigma, delta, samples)
-        added = sums, added[1]
-    T = _posterior(gram, sigma, epsilon, delta, pilot, samples, seed) if posterior else None
+        added = sums.mean
+    T = _posterior(Copies(law.at(sigma), pilot.copies), epsilon, delta, samples, seed) if posterior else None
     error = sums.standard_error / sums.mean / abs(slope)
-    return Estimate(sigma, error, slope, pilot, 1.0 if added is None else added[0].mean, T)
+    return Estimate(sigma, error, slope, pilot, added, T)
 
 
-def _added(gram: FloatArray, sigma: float, epsilon: float, samples: int, seed: int) -> Sums:
-    sampled = add_sums(privacy_loss(gram, sigma), epsilon, samples, seed, stream=ESTIMATE)
-    return Sums(samples, samples, samples, 1.0) if sampled is None else sampled[0]
-
-
-def _tuned(gram: FloatArray, epsilon: float, delta: float, seed: int) -> tuple[float, Pilot]:
-    """A sigma near the solution, and a chain that suits it."""
+def _tuned(law: Law, epsilon: float, delta: float, seed: int) -> tuple[float, Pilot]:
+    """A sigma near the solution, and the copies that suit it."""
 
     def look(sigma: float) -> tuple[float, Pilot]:
-        loss = privacy_loss(gram, sigma)
         for rough in _ROUGH:
-            pilot = tuning.tune(loss, epsilon, rough, seed)
-            if pilot.mean <= 0:  # no sample is beyond epsilon: too much noise
-                break
-            if pilot.relative_variance < rough / RELIABLE**2:
+            pilot = tuning.tune(law.at(sigma), epsilon, rough, seed)
+            if pilot.mean > 0 and pilot.relative_variance < rough / RELIABLE**2:
                 return pilot.mean, pilot
         if sigma < first / _FAR:
             raise not_found(delta, sigma, rough)
-        return 0.0, pilot  # a few samples decide: no chain gets to where L > e^epsilon, which less noise makes likelier
+        return 0.0, pilot  # a few samples decide: L > e^epsilon is too rare, and less so with less noise
 
-    first = _guess(gram, epsilon, delta)
+    first = _guess(law, epsilon, delta)
     return approach(look, first, delta)
 
 
-def _guess(gram: FloatArray, epsilon: float, delta: float) -> float:
-    """Where the best bound on the weights is some hundred times delta: bisection on a log scale, no sampling."""
-    row = gram[[int(np.argmax(gram.sum(axis=1)))]]
+def _guess(law: Law, epsilon: float, delta: float) -> float:
+    """Where the least bound on the weights is some ten times delta: bisection on a log scale, no sampling."""
+    rows = law.gram[[0, law.cycle // 2]]
 
     def excess(log_sigma: float) -> float:
-        K = row * math.exp(-2 * log_sigma)
-        least = min(float(tuning.log_bounds(K, epsilon, a).min()) for a in (1.0, 2.0))
+        scale = math.exp(-2 * log_sigma)
+        least = float(tuning.log_bounds(rows * scale, epsilon, law.shared * scale).min())
         return least - math.log(_BOUND_OVER_DELTA * delta)
 
-    middle = math.log(row.max()) / 2
-    low, high = middle - 5, middle + 12
+    middle = math.log(law.gram.max() + law.shared) / 2
+    low, high = middle - 4, middle + 12
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if excess(middle) > 0 else (low, middle)
     return math.exp(high)
 
 
-def _posterior(
-    gram: FloatArray, sigma: float, epsilon: float, delta: float, pilot: Pilot, samples: int, seed: int
-) -> FloatArray:
-    """T, from the samples with log L close to epsilon; where few are close, those not so close count, too."""
-    loss, window = privacy_loss(gram, sigma), _WINDOW
-    rows = max(32, 2**16 // loss.cycle)
+def _posterior(copies: Copies, epsilon: float, delta: float, samples: int, seed: int) -> FloatArray:
+    """T, from samples with log L close to epsilon; where few are close, those not so close count, too."""
+    width, rows = _WINDOW, max(32, 2**16 // copies.loss.cycle)
     while True:
-        T, close = np.zeros_like(loss.K), 0
+        T, total, squares = np.zeros_like(copies.loss.K), 0.0, 0.0
         for chunk in range(-(-samples // rows)):
-            p, weights = pilot.chain.near(loss, epsilon, window, generator(seed, POSTERIOR, chunk), rows)
+            p, weights = copies.near(epsilon, width, generator(seed, POSTERIOR, chunk), rows)
             T += (p * weights[:, None]).T @ p
-            close += len(p)
-        if close >= min(_CLOSE, samples) or window > _WIDEST:
+            total, squares = total + float(weights.sum()), squares + float(np.square(weights).sum())
+        enough = total**2 > _CLOSE * squares  # as many samples, if all had the same weight
+        if enough or width > _WIDEST:
             if not T.sum() > 0:  # weights that all vanish
-                raise not_found(delta, sigma, samples)
+                raise not_found(delta, None, samples)
             return T / T.sum()
-        window *= 2
+        width *= 2

@@ -62,8 +62,9 @@ class HalfSpace:
     def sample(self, loss: PrivacyLoss, epsilon: float, generator: np.random.Generator, rows: int) -> FloatArray:
         """Independent samples with the add divergence as expectation."""
         s, d, p = self.steepness, self.distance, self.positions
-        u = loss.noise(generator, rows) - d / s * (loss.K @ p)
-        log_L = log_mean_exp(loss.log_terms(u))[0]
+        shared = math.sqrt(loss.shared) * generator.standard_normal((rows, 1))
+        u = loss.noise(generator, rows) + shared - d / s * (loss.K @ p + loss.shared)
+        log_L = log_mean_exp(loss.log_terms(u))[0] - loss.shared / 2
         slack = self.rounding(loss)
         # Where the divergence is positive the exponent is below -d^2 / 2; elsewhere it must not overflow.
         exponent = np.minimum(d * (u @ p) / s + d**2 / 2 + slack, 1.0)
@@ -72,11 +73,11 @@ class HalfSpace:
 
 def half_space(loss: PrivacyLoss, epsilon: float) -> HalfSpace | None:
     """The farthest half space found; None where none has a positive distance."""
-    diagonal = loss.diagonal
+    diagonal = loss.diagonal + loss.shared
     p = np.full(loss.cycle, 1 / loss.cycle)
     best: HalfSpace | None = None
     for round_ in range(_ROUNDS):
-        shift = loss.K @ p
+        shift = loss.K @ p + loss.shared
         s = math.sqrt(p @ shift)
         gap = epsilon - float(p @ diagonal) / 2 - _divergence(p)
         distance = gap / s - (loss.rounding(1.0 + abs(gap) / s**2) / s + 1e-12)

@@ -7,9 +7,17 @@ With K = G / sigma^2 and b positions, under the law Q of the noise alone,
 
 Both are convex functions of L, so both grow with every entry of K (Kahane's inequality).
 
-Guarantees: everything is computed for the law of u = F x, x ~ N(0, I), with F a float64 matrix whose exact F F'
-is no smaller than K in any entry, so the divergences bound those of K from above.
-  - F is the Cholesky factor of (1 + t) K + t k (I + 1 1'), k the largest diagonal entry and t >= 1e-10. Its
+What all positions share is not sampled. For the largest c that leaves K - c 1 1' a covariance (nearly), u is
+g + (a draw with that covariance), g ~ N(0, c) on its own, and L = e^(g - c/2) L', L' being the L of K - c 1 1'.
+Given L', the expectation over g is a call's (Black, Scholes): with d = (log L' - epsilon) / sqrt c - sqrt c / 2,
+
+    remove:  E_g (L - e^epsilon)+ = L' Phi(d + sqrt c) - e^epsilon Phi(d).
+
+Where positions that are far apart have little but c in common, L' varies little, and few samples tell the rest.
+
+Guarantees: everything is computed for the law of u = g + F x, x ~ N(0, I), with F a float64 matrix whose exact
+F F' + c is no smaller than K in any entry, so the divergences bound those of K from above.
+  - F is the Cholesky factor of (1 + t) K + t k (I + 1 1') - c 1 1', k the largest diagonal entry and t >= 1e-10. Its
     backward error is at most (b + 2) 2^-53 k in each entry (Higham, Theorem 10.3): a hundredth of t k.
   - `rounding` bounds what rounding moves log L and log-weights by; estimates are raised by it.
 """
@@ -20,23 +28,26 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import linalg
+from scipy import linalg, special
 
 from bandmf import _check
 from bandmf._types import FloatArray
 from bandmf.accounting.bins.gram import checked_gram
 
 _LEAST_RAISE, _MOST_RAISE = 1e-10, 1e-6
+_SHARE = 0.99  # of the most that all positions can share: the rest keeps its Cholesky factor well-conditioned
+_LITTLE = 1e-6  # of the largest entry: less is not worth a formula
 
 
 @dataclass(frozen=True, eq=False)
 class PrivacyLoss:
-    """K = F F' and its factor, for one sigma."""
+    """The law of u for one sigma: variance `shared` in common, and the rest, K = F F'."""
 
     factor: FloatArray  # F, lower triangular
     K: FloatArray
     diagonal: FloatArray  # of K
     largest: float  # entry of K: on its diagonal
+    shared: float = 0.0  # c
 
     @property
     def cycle(self) -> int:
@@ -44,7 +55,7 @@ class PrivacyLoss:
         return len(self.K)
 
     def noise(self, generator: np.random.Generator, rows: int) -> FloatArray:
-        """Draws of u under Q, one a row."""
+        """Draws of the rest of u under Q, one a row."""
         return generator.standard_normal((rows, self.cycle)) @ self.factor.T
 
     def log_terms(self, u: FloatArray) -> FloatArray:
@@ -62,23 +73,55 @@ class PrivacyLoss:
         return 4 * (self.cycle + 16) * 2.0**-53 * (1 + root) * length * (1 + tilt)
 
 
-def privacy_loss(gram: FloatArray, sigma: float) -> PrivacyLoss:
-    """The law of L for noise z of deviation sigma."""
+@dataclass(frozen=True, eq=False)
+class Law:
+    """The same for every sigma: sigma^2 times `shared` and K, and sigma times F."""
+
+    factor: FloatArray
+    gram: FloatArray
+    shared: float
+
+    @property
+    def cycle(self) -> int:
+        return len(self.gram)
+
+    def at(self, sigma: float) -> PrivacyLoss:
+        """The law of L for noise z of deviation sigma."""
+        sigma = _check.real("sigma", sigma, 0, 1e100, open_low=True, remedy="it is the deviation of z")
+        largest = (float(self.gram.max()) + self.shared) / sigma**2
+        _check.real("largest of gram / sigma^2", largest, 1e-12, 1e4, remedy="sigma is far from any use")
+        K, up = self.gram / sigma**2, 1 + 2.0**-50
+        return PrivacyLoss(self.factor / sigma, K, np.diag(K).copy(), float(K.max()), self.shared / sigma**2 * up)
+
+
+def law(gram: FloatArray, share: float = _SHARE) -> Law:
+    """The law of L for this Gram matrix; `share` of what all positions have in common is kept apart.
+
+    >>> apart = law(np.array([[2.0, 1.0], [1.0, 2.0]]), share=1.0)
+    >>> round(apart.shared, 6), apart.gram.round(6).tolist()
+    (1.5, [[0.5, -0.5], [-0.5, 0.5]])
+    """
     gram = checked_gram(gram)
-    sigma = _check.real("sigma", sigma, 0, 1e100, open_low=True, remedy="it is the deviation of z")
-    K = gram / sigma**2
-    largest = float(K.max())
-    _check.real("largest of gram / sigma^2", largest, 1e-12, 1e4, remedy="sigma is far from any use")
-    raise_by = _LEAST_RAISE
+    largest, raise_by = float(gram.max()), _LEAST_RAISE
     while raise_by <= _MOST_RAISE:
+        raised = (1 + raise_by) * gram + raise_by * largest * (1 + np.eye(len(gram)))
         try:
-            raised = (1 + raise_by) * K + raise_by * largest * (1 + np.eye(len(K)))
             factor = linalg.cholesky(raised, lower=True, check_finite=False)
-            product = factor @ factor.T
-            return PrivacyLoss(factor, product, np.diag(product).copy(), float(product.max()))
+            first = linalg.solve_triangular(factor, np.ones(len(gram)), lower=True, check_finite=False)
+            shared = share / float(first @ first)  # 1 / (1' K^-1 1) is the most
+            if shared < _LITTLE * largest:
+                shared = 0.0
+            else:
+                factor = linalg.cholesky(raised - shared, lower=True, check_finite=False)
+            return Law(factor, factor @ factor.T, shared)
         except linalg.LinAlgError:
             raise_by *= 10
     raise ValueError("gram: not positive semidefinite, so no Gram matrix; use gram_matrix")
+
+
+def privacy_loss(gram: FloatArray, sigma: float) -> PrivacyLoss:
+    """The law of L for one sigma, with nothing kept apart."""
+    return law(gram, share=0.0).at(sigma)
 
 
 def log_mean_exp(logs: FloatArray, power: float = 1.0) -> tuple[FloatArray, FloatArray]:
@@ -92,11 +135,17 @@ def log_mean_exp(logs: FloatArray, power: float = 1.0) -> tuple[FloatArray, Floa
     return first, power * top + np.log(np.exp(shifted, out=shifted).mean(axis=1))
 
 
-def log_removed(log_likelihood: FloatArray, epsilon: float) -> FloatArray:
-    """log (L - e^epsilon)+: minus infinity where that is zero."""
-    excess = np.maximum(log_likelihood - epsilon, 0.0)
-    with np.errstate(divide="ignore"):
-        return log_likelihood + np.log(-np.expm1(-excess))
+def log_removed(log_likelihood: FloatArray, epsilon: float, shared: float = 0.0) -> FloatArray:
+    """log (L - e^epsilon)+, minus infinity where that is zero; its mean over what is `shared`, given the rest of L."""
+    if shared == 0:
+        excess = np.maximum(log_likelihood - epsilon, 0.0)
+        with np.errstate(divide="ignore"):
+            return log_likelihood + np.log(-np.expm1(-excess))
+    root = math.sqrt(shared)
+    d = (log_likelihood - epsilon) / root - root / 2
+    first = log_likelihood + special.log_ndtr(d + root)
+    difference = np.minimum(epsilon + special.log_ndtr(d) - first, -1e-300)
+    return first + np.log(-np.expm1(difference))
 
 
 def added(log_likelihood: FloatArray, epsilon: float) -> FloatArray:

@@ -205,7 +205,8 @@ def _curve(
 
     chunks = np.array(over_chunks(draw, one, samples, width(proposal.loss), seed, ESTIMATE, workers))
     totals, squares, largest = chunks[:, 0].sum(axis=0), chunks[:, 1].sum(axis=0), chunks[:, 2].max(axis=0)
-    low, middle, high = (Sums(samples, *map(float, part)) for part in zip(totals, squares, largest, strict=True))
+    parts = zip(totals.tolist(), squares.tolist(), largest.tolist(), strict=True)
+    low, middle, high = (Sums(samples, total, square, most) for total, square, most in parts)
     return low, middle, high
 
 
