@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from bandmf.accounting.bins.chain import Chain
+from bandmf.accounting.bins.copies import Copies
 from bandmf.accounting.bins.divergences import add_sums, remove_sums
 from bandmf.accounting.bins.gram import gram_matrix
 from bandmf.accounting.lines import tilt as tilt_module
@@ -146,7 +146,7 @@ def test_three_positions_are_the_quadrature():
 
 def test_lines_agree_with_chains():
     loss = raised_loss(GRAM, 5.0)
-    shown, other = sums(removed(loss, 1.0, Tilt(6)), 32, 20_000), remove_sums(loss, 1.0, Chain(1.0, 8), 80_000, 3)
+    shown, other = sums(removed(loss, 1.0, Tilt(6)), 32, 20_000), remove_sums(Copies(loss, 9), 1.0, 80_000, 3)
     assert abs(shown.mean - other.mean) < 4.5 * math.hypot(shown.standard_error, other.standard_error)
     shown, (other, _) = sums(added(loss, 1.0), 32, 20_000), add_sums(loss, 1.0, 80_000, 3)
     assert abs(shown.mean - other.mean) < 4.5 * math.hypot(shown.standard_error, other.standard_error)
