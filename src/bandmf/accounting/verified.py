@@ -13,12 +13,13 @@ import numpy as np
 
 from bandmf import _cache
 from bandmf._types import FloatArray
-from bandmf.accounting import bins, min_separation
+from bandmf.accounting import bins, min_separation, redrawn
 from bandmf.strategies.base import Strategy
 
-Certificate = bins.Certificate | min_separation.Certificate
-CERTIFICATES: dict[str, type[bins.Certificate] | type[min_separation.Certificate]] = {
+Certificate = bins.Certificate | redrawn.Certificate | min_separation.Certificate
+CERTIFICATES: dict[str, type[bins.Certificate] | type[redrawn.Certificate] | type[min_separation.Certificate]] = {
     "balls-in-bins": bins.Certificate,
+    "balls-in-bins-redrawn": redrawn.Certificate,
     "b-min-sep": min_separation.Certificate,
 }  # by the sampling that they are for
 

@@ -24,7 +24,7 @@ times delta.
 The weight F. Z is a product over the epochs of mean_j w_j a_j c_j: w from the hub's position in that epoch, a and c
 from those in the epochs before and after. Let a' >= a be the least sequence that does not rise with j, and c' >= c the
 least that does not fall. By Chebyshev's inequality, mean w a c <= mean w a' mean w c' / mean w: terms with two
-neighboring positions each.
+neighboring positions each, mean w aside.
 
 Each draw that is kept is used with a noise vector and with its negative; the mean of the two weights is one sample.
 """
@@ -55,11 +55,11 @@ class Epoch:
 
 @dataclass(frozen=True, eq=False)
 class Border:
-    """The same for others in the next epoch (after), and in this one by the position in the next (before)."""
+    """What it adds for others across the border to the next epoch, where columns overlap, and the weights F."""
 
-    after: FloatArray  # position here x position in the next epoch
-    before: FloatArray  # its transpose
-    log_weights: FloatArray  # log of the part of F, 1 / (q - 1) of it: position here x position in the next epoch
+    after: FloatArray  # position here x the first ones of the next epoch
+    before: FloatArray  # position in the next epoch x the last ones here
+    log_weights: FloatArray  # log of F's part, 1 / (q - 1) of it: position here x position in the next epoch
 
 
 class Copies:
@@ -141,9 +141,9 @@ class Copies:
         for e, epoch in enumerate(self._epochs):
             here = np.take(epoch.own, hubs[:, e], axis=0, out=attraction[:, e])
             if e:
-                here *= self._borders[e - 1].after[hubs[:, e - 1]]
+                here[:, : loss.reach] *= self._borders[e - 1].after[hubs[:, e - 1]]
             if e + 1 < loss.epochs:
-                here *= self._borders[e].before[hubs[:, e + 1]]
+                here[:, loss.cycle - loss.reach :] *= self._borders[e].before[hubs[:, e + 1]]
         running = np.cumsum(attraction, axis=2, out=attraction)
         log_Z = np.log(running[:, :, -1] / loss.cycle).sum(axis=1)
         kept = np.flatnonzero(generator.random(rows) < np.exp((self.copies - 1) * (log_Z - log_weight)))
@@ -180,40 +180,43 @@ class Copies:
     # --- tables --------------------------------------------------------------------------------------
 
     def _own(self) -> list[Epoch]:
-        loss, tables = self.loss, list[Epoch]()
-        b = loss.cycle
-        for e in range(loss.epochs):
-            if e and loss.repeats(e):
+        tables = list[Epoch]()
+        for e, gram in enumerate(self.loss.grams):
+            if not (e and gram is self.loss.grams[e - 1]):
+                own = self._exponential(gram)
+                tables.append(Epoch(own, own.mean(axis=1)))
+            else:
                 tables.append(tables[-1])
-                continue
-            pulls = loss.pulls[e * b : (e + 1) * b]
-            exponents = loss.gram(e) + pulls[:, None] + pulls + loss.tail @ loss.tail / loss.epochs
-            own = self._exponential(exponents)
-            tables.append(Epoch(own, own.mean(axis=1)))
         return tables
 
     def _between(self) -> list[Border]:
-        borders = list[Border]()
+        borders, overlaps = list[Border](), self.loss.overlaps
         for e in range(self.loss.epochs - 1):
             here, there = self._epochs[e], self._epochs[e + 1]
-            if e and here is self._epochs[e - 1] and there is here and self.loss.repeats(e, border=True):
+            if e and self._epochs[e - 1] is here is there and np.array_equal(overlaps[e], overlaps[e - 1]):
                 borders.append(borders[-1])
                 continue
-            exponents = np.zeros_like(here.own)
-            if reach := self.loss.reach:
-                exponents[-reach:, :reach] = self.loss.overlaps[e]
-            after = self._exponential(exponents)
-            rising = np.maximum.accumulate(after, axis=0)
-            falling = np.maximum.accumulate(after[:, ::-1], axis=1)[:, ::-1]
-            following = here.own @ rising / len(after) / here.total[:, None]  # mean w c' / mean w in this epoch
-            previous = falling @ there.own.T / len(after)  # mean w a' in the next
-            borders.append(Border(after, np.ascontiguousarray(after.T), np.log(following * previous)))
+            borders.append(self._border(here, there, self._exponential(overlaps[e])))
         return borders
+
+    def _border(self, here: Epoch, there: Epoch, corner: FloatArray) -> Border:
+        """From the attraction between the last positions here and the first ones there; the others have none."""
+        b, reach = self.loss.cycle, self.loss.reach
+        after, before = np.ones((b, reach)), np.ones((b, reach))
+        after[b - reach :], before[:reach] = corner, corner.T
+        rising = np.maximum.accumulate(corner, axis=0)
+        falling = np.maximum.accumulate(corner[:, ::-1], axis=1)[:, ::-1]
+        following = 1 + here.own[:, b - reach :] @ (rising - 1) / b / here.total[:, None]  # mean w c' / mean w here
+        previous = 1 + (falling - 1) @ there.own[:, :reach].T / b / there.total  # mean w a' / mean w there
+        log_weights = np.tile(np.log(there.total), (b, 1))
+        log_weights[:, :reach] += np.log(following)
+        log_weights[b - reach :] += np.log(previous)
+        return Border(after, before, log_weights)
 
     def _exponential(self, exponents: FloatArray) -> FloatArray:
         """exp(q/2 ...), where that is far from overflow, also of the product of three."""
         scaled = self.copies / 2 * exponents
-        if not scaled.max() < _LARGEST / 3:
+        if not scaled.max(initial=0.0) < _LARGEST / 3:
             raise _too_little(self.copies)
         return np.exp(scaled)
 

@@ -30,7 +30,12 @@ from bandmf.strategies.base import Strategy
 _BOUND_OVER_DELTA = 12.0  # about, for the best number of copies
 _STEP = 0.02  # of log sigma, between the sigmas of a look
 _ROUGH = (2**10, 2**13, 2**16)  # samples of a first look: more where fewer show nothing
-_LOOKS = 12
+_SHOWN = 300.0  # times delta: with no larger a bound, that many samples show whether there is too much noise
+_LOOKS = 24
+_SLOPE, _JUMP = -25.0, 0.5  # of the bound over log sigma, until there are two points; a step where there is none
+_NEAR = 0.5  # of its logarithm
+_BACK = 0.04  # step of log sigma where nothing is shown
+_FARTHEST = 0.2  # step between two looks
 _WINDOW = 0.15  # of log L around epsilon, for the posterior there
 _CLOSE, _WIDEST = 30, 100.0  # samples in it, and where to stop widening it
 
@@ -115,12 +120,14 @@ def _estimate(
     last = False
     for look_number in range(_LOOKS):
         look = _looked(law, sigma, epsilon, delta, copies, samples if last else 0, seed, workers)
-        step, slope = look.root(delta)
-        copies = look.copies.copies
+        if look is None:
+            last, sigma = False, sigma * math.exp(-_BACK)
+            continue
+        copies, (step, slope) = look.copies.copies, look.root(delta)
         if last and abs(step) < 1.5 * _STEP:
             break
         last = abs(step) < _STEP or look_number > _LOOKS // 2
-        sigma *= math.exp(min(max(step, -0.2), 0.2))
+        sigma *= math.exp(min(max(step, -_FARTHEST), _FARTHEST))
     else:
         raise not_found(delta, sigma, samples)
     sums, sigma = look.sums[1], sigma * math.exp(step)
@@ -156,31 +163,37 @@ def _guess(law: Law, norm: float, epsilon: float, delta: float) -> tuple[float, 
         copies = found.copies
         return math.log(found.bound(epsilon) / (_BOUND_OVER_DELTA * delta))
 
-    high = math.log(norm)
-    step = 0.5
-    while excess(high) > 0:
-        high += step
-        step *= 1.5
-        if high > math.log(norm) + 30:
-            raise not_found(delta)
-    low = high - step
-    while high - low > _STEP:
-        middle = (low + high) / 2
-        low, high = (middle, high) if excess(middle) > 0 else (low, middle)
-    excess(high)
-    return math.exp(high), copies
+    low, high, x = -math.inf, math.inf, math.log(norm)
+    slope, before = _SLOPE, (x, math.inf)
+    for _ in range(_LOOKS):
+        value = excess(x)
+        if abs(value) < _NEAR or high - low < _STEP:
+            break
+        low, high = (x, high) if value > 0 else (low, x)
+        if math.isfinite(before[1]) and math.isfinite(value) and abs(x - before[0]) > 1e-3:
+            slope = min(max((value - before[1]) / (x - before[0]), -100.0), -5.0)
+        before = x, value
+        x = x - value / slope if math.isfinite(value) else x + _JUMP
+        if not low < x < high:
+            x = (low + high) / 2
+    else:
+        raise not_found(delta)
+    return math.exp(x), copies
 
 
 def _looked(
     law: Law, sigma: float, epsilon: float, delta: float, copies: int, samples: int, seed: int, workers: int | None
-) -> _Look:
-    """A look at sigma with so many samples; with 0, as few as show something."""
+) -> _Look | None:
+    """A look at sigma with so many samples; with 0, as few as show something; None where there is too much noise."""
     proposal = best_copies(law(sigma), epsilon, copies)
-    for count in (samples,) if samples else _ROUGH:
-        look = _Look(sigma, proposal, _curve(law, sigma, epsilon, proposal, count, seed, workers))
-        if look.shown():
-            return look
-    raise not_found(delta, sigma, count)
+    for count in (samples, *_ROUGH):
+        if count >= max(samples, _ROUGH[0]):
+            look = _Look(sigma, proposal, _curve(law, sigma, epsilon, proposal, count, seed, workers))
+            if look.shown():
+                return look
+    if proposal.bound(epsilon) > _SHOWN * delta:
+        raise not_found(delta, sigma, count)
+    return None
 
 
 def _curve(

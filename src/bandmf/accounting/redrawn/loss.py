@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -152,24 +153,25 @@ class Loss:
         result[some] = self.overlaps[epoch][positions[some] - first, following[some]]
         return result
 
-    def gram(self, epoch: int) -> FloatArray:
-        """<c_ej, c_ej'> for the positions of an epoch."""
-        b, bands = self.cycle, self.columns.shape[1]
-        columns = self.columns[epoch * b : (epoch + 1) * b]
-        dense = np.zeros((b, b + bands - 1))
-        for j, column in enumerate(columns):
-            dense[j, j : j + bands] = column
-        return dense @ dense.T
+    @cached_property
+    def grams(self) -> tuple[FloatArray, ...]:
+        """<m_S, m_S'> but for what crosses the borders of epochs: by epoch, position x position.
 
-    def repeats(self, epoch: int, border: bool = False) -> bool:
-        """Whether an epoch is as the one before it, with all that its columns reach (the same for its border)."""
-        b = self.cycle
-        here, last = slice(epoch * b, (epoch + 1) * b), slice((epoch - 1) * b, epoch * b)
-        if border:
-            return np.array_equal(self.overlaps[epoch], self.overlaps[epoch - 1])
-        return np.array_equal(self.columns[here], self.columns[last]) and np.array_equal(
-            self.pulls[here], self.pulls[last]
-        )
+        That is <c_j, c_j'>, and the share of t. Epochs that are alike have the same matrix in memory.
+        """
+        b, bands, result = self.cycle, self.columns.shape[1], list[FloatArray]()
+        for e in range(self.epochs):
+            here = slice(e * b, (e + 1) * b)
+            last = slice(here.start - b, here.start)
+            columns, pulls = self.columns[here], self.pulls[here]
+            if e and np.array_equal(columns, self.columns[last]) and np.array_equal(pulls, self.pulls[last]):
+                result.append(result[-1])
+                continue
+            dense = np.zeros((b, b + bands - 1))
+            for j, column in enumerate(columns):
+                dense[j, j : j + bands] = column
+            result.append(dense @ dense.T + pulls[:, None] + pulls + self.tail @ self.tail / self.epochs)
+        return tuple(result)
 
     @property
     def farthest(self) -> float:
