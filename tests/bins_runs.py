@@ -7,6 +7,7 @@ from torch import nn
 
 import bandmf
 from bandmf import Key
+from bandmf.strategies import BandedToeplitz
 from bandmf.torch import Training
 from training import RUN_ID, losses, same_run, small_data
 
@@ -20,6 +21,7 @@ PLANS = {
     "inverse": {"mechanism": "banded-inverse"},
     "inverse keeping 3": {"mechanism": "banded-inverse", "parameters": WEIGHTS, "memory": 4.0 * WEIGHTS * 3},
     "banded": {"mechanism": "banded", "sampling": "balls-in-bins", "bands": 4, "steps": 24},
+    "redrawn": {"sampling": "balls-in-bins-redrawn", "strategy": BandedToeplitz([1.0, 0.5, 0.25], 20)},
     "b-min-sep": {"sampling": "b-min-sep", "bands": 4},
 }
 BINS = [name for name in PLANS if name != "b-min-sep"]

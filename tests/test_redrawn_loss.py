@@ -154,7 +154,7 @@ def test_wrong_arguments_are_refused(arguments, message):
 # --- copies -------------------------------------------------------------------------------------------
 
 
-def kept_share(proposal, rows=20_000):
+def kept_share(proposal, rows=10_000):
     return len(proposal.draw(generator(0, 0, 0), rows)[0]) / rows
 
 
@@ -176,7 +176,7 @@ def test_for_longer_columns_too():
     proposal = Copies(privacy_loss(WIDE["blt"], 2.0, 3), 3)
     share = kept_share(proposal)
     expected = moment(all_cut_means(WIDE["blt"].materialize(), 2.0, 3), 3) / math.exp(proposal.log_scale)
-    assert share == pytest.approx(expected, abs=5 * math.sqrt(share * (1 - share) / 20_000) + 1e-9)
+    assert share == pytest.approx(expected, abs=5 * math.sqrt(share * (1 - share) / 10_000) + 1e-9)
 
 
 def tuple_law(means, sets, copies, steps, attract=1.0):
@@ -211,7 +211,7 @@ def fits(proposal, law, rows):
 def test_copies_are_drawn_as_often_as_their_weights_say(steps, cycle, bands, copies):
     C, sets = random_banded(steps, steps, bands), all_sets(steps, cycle)
     means, proposal = all_means(C.materialize(), 1.5, cycle), Copies(privacy_loss(C, 1.5, cycle), copies)
-    assert fits(proposal, tuple_law(means, sets, copies, steps), 30_000)
+    assert fits(proposal, tuple_law(means, sets, copies, steps), 20_000)
     for planted in (0.0, 0.9):  # no attraction, or a little less
         assert not fits(proposal, tuple_law(means, sets, copies, steps, planted), 100_000)
 
@@ -279,8 +279,8 @@ def test_planted_errors_move_the_divergence(fault):
     """Sums for a law with the error are not those of plain sampling."""
     C, epsilon = BandedToeplitz([1.0, -0.9, 0.8], steps=9, normalize_columns=False), 1.0
     loss, means = privacy_loss(C, 2.5, 3), all_means(C.materialize(), 2.5, 3)
-    (truth, error), _ = plain_deltas(means, epsilon, 400_000, 4)
-    right, wrong = (remove_sums(Copies(one, 3), epsilon, 2**16, 2) for one in (loss, fault(loss, C)))
+    (truth, error), _ = plain_deltas(means, epsilon, 150_000, 4)
+    right, wrong = (remove_sums(Copies(one, 3), epsilon, 2**15, 2) for one in (loss, fault(loss, C)))
     assert right.mean == pytest.approx(truth, abs=4 * math.hypot(error, right.standard_error))
     assert abs(wrong.mean - truth) > 6 * math.hypot(error, wrong.standard_error)
 

@@ -1,4 +1,4 @@
-"""The likelihood-ratio attack on the shipped loop with balls-in-bins: never more than (epsilon, delta).
+"""The likelihood-ratio attack on the shipped loop with bins, fixed and redrawn: never more than (epsilon, delta).
 
 Every example has a coordinate of its own, to which it adds its whole clip norm; as many coordinates have no example.
 Places and noise of different coordinates are independent, so one run is a thousand attacks with the example and a
@@ -8,6 +8,7 @@ optimal. delta is large, so that it can be measured.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -70,17 +71,24 @@ def signs(released, adaptive):
     return np.where(-before >= 0, 1.0, -1.0) if adaptive else np.ones_like(released)
 
 
+def sets_of_steps(plan):
+    """What an example may take part in, all equally likely."""
+    if plan.sampling == "balls-in-bins":
+        return [list(range(place, STEPS, CYCLE)) for place in range(CYCLE)]
+    return [list(steps) for steps in itertools.product(*np.arange(STEPS).reshape(-1, CYCLE).tolist())]
+
+
 def log_ratio(plan, released, adaptive, noise):
     """log of P(released with the example) / P(released without it), of every coordinate."""
     C = plan.strategy.materialize()
     x, sigma = released @ C.T, noise * plan.noise_scale
     gradient, terms = signs(released, adaptive), []
-    for place in range(CYCLE):
+    for steps in sets_of_steps(plan):
         taken = np.zeros_like(released)
-        taken[:, place::CYCLE] = gradient[:, place::CYCLE]
+        taken[:, steps] = gradient[:, steps]
         mean = taken @ C.T
         terms.append((x * mean).sum(1) / sigma**2 - (mean**2).sum(1) / (2 * sigma**2))
-    return np.logaddexp.reduce(terms, axis=0) - math.log(CYCLE)
+    return np.logaddexp.reduce(terms, axis=0) - math.log(len(terms))
 
 
 def advantages(plan, adaptive, noise=1.0):
@@ -97,14 +105,14 @@ def advantages(plan, adaptive, noise=1.0):
     return found
 
 
-def planned(strategy):
+def planned(strategy, sampling="balls-in-bins"):
     return bandmf.plan(
         epsilon=EPSILON,
         delta=DELTA,
         examples=EXAMPLES,
         batch_size=EXAMPLES / CYCLE,
         steps=STEPS,
-        sampling="balls-in-bins",
+        sampling=sampling,
         strategy=strategy,
     )
 
@@ -135,4 +143,26 @@ def test_constant_gradients_reach_nearly_all_of_delta():
 def test_the_attack_finds_too_little_noise():
     """Planted: less noise than the plan asks for."""
     (remove, error), _ = advantages(planned(INVERSE), adaptive=False, noise=0.7)
+    assert remove > DELTA + 3.5 * error
+
+
+REDRAWN = "balls-in-bins-redrawn"
+WIDE = strategies.BandedInverse([1.0, -0.3], STEPS)  # columns longer than an epoch: what is beyond is bounded
+
+
+@pytest.mark.parametrize(
+    ("strategy", "adaptive"),
+    some_long([(SIGNED, True), (SIGNED, False), (WIDE, True)], lambda case: case == (SIGNED, True)),
+    ids=["signed C, adaptive", "signed C, constant", "inverse, adaptive"],
+)
+def test_redrawn_bins_stay_within_epsilon_and_delta(strategy, adaptive):
+    for reached, error in advantages(planned(strategy, REDRAWN), adaptive):
+        assert reached <= DELTA + 3.5 * error
+
+
+def test_redrawn_bins_use_nearly_all_of_delta_and_no_less_noise_would_do():
+    plan = planned(strategies.BandedToeplitz([1.0, 0.6, 0.3], STEPS), REDRAWN)
+    (remove, error), _ = advantages(plan, adaptive=False)
+    assert 0.8 * DELTA - 3.5 * error <= remove <= DELTA + 3.5 * error
+    (remove, error), _ = advantages(plan, adaptive=False, noise=0.7)  # planted
     assert remove > DELTA + 3.5 * error

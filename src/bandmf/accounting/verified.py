@@ -16,10 +16,11 @@ from bandmf._types import FloatArray
 from bandmf.accounting import bins, min_separation, redrawn
 from bandmf.strategies.base import Strategy
 
+REDRAWN = "balls-in-bins-redrawn"
 Certificate = bins.Certificate | redrawn.Certificate | min_separation.Certificate
 CERTIFICATES: dict[str, type[bins.Certificate] | type[redrawn.Certificate] | type[min_separation.Certificate]] = {
     "balls-in-bins": bins.Certificate,
-    "balls-in-bins-redrawn": redrawn.Certificate,
+    REDRAWN: redrawn.Certificate,
     "b-min-sep": min_separation.Certificate,
 }  # by the sampling that they are for
 

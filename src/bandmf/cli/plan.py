@@ -45,7 +45,7 @@ def plan(
     ] = None,
     separation: Annotated[int | None, typer.Option(help="Fewest steps between two participations of a user.")] = None,
     sampling: Annotated[
-        str, typer.Option(help="auto, cyclic-poisson (the paper's), balls-in-bins or b-min-sep.")
+        str, typer.Option(help="auto, cyclic-poisson (the paper's), balls-in-bins, balls-in-bins-redrawn or b-min-sep.")
     ] = "auto",
     mechanism: Annotated[str, typer.Option(help="auto, banded, banded-inverse or blt.")] = "auto",
     inverse_bands: Annotated[int | None, typer.Option(help="Bands of a banded inverse.", show_default="16")] = None,

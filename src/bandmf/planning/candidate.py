@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from bandmf import _check
 from bandmf._text import counted
+from bandmf.accounting.verified import REDRAWN
 from bandmf.strategies import Banded, BandedInverse, BandedToeplitz, BufferedToeplitz, Dense, Strategy
 from bandmf.strategies.scaled import unscaled
 
@@ -39,7 +40,9 @@ class Candidate(NamedTuple):
         """For people: "BLT(4) in bins", "32 bands"."""
         buffered = {"blt": f"BLT({self.bands})", "banded-inverse": f"inverse({self.bands})"}
         what = buffered.get(self.mechanism, counted(self.bands, "band"))
-        where = {"balls-in-bins": " in bins", "b-min-sep": ", b-min-sep"}.get(self.sampling, "")
+        where = {"balls-in-bins": " in bins", REDRAWN: " in redrawn bins", "b-min-sep": ", b-min-sep"}.get(
+            self.sampling, ""
+        )
         return what + where
 
 

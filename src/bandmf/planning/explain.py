@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from bandmf._text import counted, number, readable_bytes
 from bandmf.accounting.events import MAX_EPSILON
-from bandmf.accounting.verified import Certificate
+from bandmf.accounting.verified import REDRAWN, Certificate
 from bandmf.sampling import unused_note
 
 if TYPE_CHECKING:
@@ -78,7 +78,12 @@ def _participations(count: float | None) -> str:
 
 
 def _places(plan: Plan) -> str:
-    if plan.cycle is not None:
+    if plan.sampling == REDRAWN:
+        how = (
+            f"In each epoch of {plan.cycle} steps, each of the {plan.examples} examples draws one of them anew, "
+            "independently and by the secret key, and takes part in that step (balls-in-bins, redrawn)"
+        )
+    elif plan.cycle is not None:
         how = (
             f"Each of the {plan.examples} examples draws one of {plan.cycle} places, independently and by the secret "
             f"key, and takes part in every step of that place, once in {plan.cycle} steps (balls-in-bins)"

@@ -11,7 +11,6 @@ from typing import Any
 
 from bandmf import _check, accounting
 from bandmf.accounting import accountant
-from bandmf.accounting.bins import Certificate as BinsCertificate
 from bandmf.accounting.bins import NotCertifiedError
 from bandmf.accounting.events import MAX_EPSILON, Event, cyclic_poisson, one_release, sampling_probability
 from bandmf.accounting.min_separation import Certificate as SeparationCertificate
@@ -54,7 +53,7 @@ class Plan(Setup):
     epsilon: float  # infinite for noise that guarantees nothing
     candidates: tuple[Candidate, ...] = ()
     best_without_memory_limit: Candidate | None = None
-    certificate: Certificate | None = None  # for balls-in-bins and b-min-sep
+    certificate: Certificate | None = None  # for bins and b-min-sep
     choice: str = ""  # why this one, in a sentence
 
     def __post_init__(self) -> None:
@@ -98,13 +97,13 @@ class Plan(Setup):
                 f"noise_multiplier={self.noise_multiplier!r}: float32 does not hold it exactly, so it must be at "
                 f"least {MARGIN!r} times the certified {found.sigma!r}; make a new plan with bandmf.plan"
             )
-        if isinstance(found, BinsCertificate):
-            certified, planned = f"cycle={found.cycle}", f"cycle={self.cycle}"
-        else:
+        if isinstance(found, SeparationCertificate):
             probability = self.joining_probability(self.bands)
             alike = math.isclose(found.probability, probability, rel_tol=1e-9)
             certified = f"separation={found.separation}, probability={found.probability!r}"
             planned = f"separation={self.bands}, probability={found.probability if alike else probability!r}"
+        else:
+            certified, planned = f"cycle={found.cycle}", f"cycle={self.cycle}"
         if certified != planned:
             raise NotCertifiedError(
                 f"certificate: is for {certified}, not for {planned}; make a new plan with bandmf.plan"

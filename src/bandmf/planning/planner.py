@@ -9,16 +9,16 @@ import copy
 
 from bandmf import _check, accounting
 from bandmf._text import counted
-from bandmf.accounting.verified import Certificate
+from bandmf.accounting.verified import REDRAWN, Certificate
 from bandmf.optimize import banded_toeplitz
 from bandmf.participation import Participation
 from bandmf.planning.candidate import Candidate, Progress
 from bandmf.planning.plan import Plan
 from bandmf.planning.request import Request, checked_request, require_two_bands
-from bandmf.planning.search import bins, min_separation
+from bandmf.planning.search import bins, min_separation, redrawn
 from bandmf.planning.search.candidates import Candidates, normalization
 from bandmf.planning.search.found import Found
-from bandmf.planning.setup import no_bins, whole_cycle
+from bandmf.planning.setup import SAMPLINGS, no_bins, whole_cycle
 from bandmf.strategies import Strategy
 from bandmf.strategies.single_precision import in_float32
 from bandmf.workloads import Workload
@@ -84,8 +84,9 @@ def plan(
         noise_multiplier: Fixes the noise in place of `epsilon`, together with `bands` or `strategy`; `plan.epsilon`
             then says what it costs.
         sampling: "cyclic-poisson" (the paper's), "balls-in-bins" (each example once an epoch, at a secret place of its
-            own), "b-min-sep" (each joins at random, never twice within `bands` steps), or "auto": balls-in-bins where
-            that is certified to have less error, else cyclic Poisson; `plan.choice` says why.
+            own), "balls-in-bins-redrawn" (at a fresh one in every epoch; needs `strategy`), "b-min-sep" (each joins at
+            random, never twice within `bands` steps), or "auto": balls-in-bins where that is certified to have less
+            error, else cyclic Poisson; `plan.choice` says why.
         mechanism: "banded", for balls-in-bins also "blt" (4 vectors of noise) or "banded-inverse" (none, at as many
             draws as it has bands), or "auto": of those with nearly the least error the one whose noise takes the least
             time.
@@ -100,7 +101,7 @@ def plan(
     Raises:
         ValueError: An argument, or a combination, that cannot be honored; nothing is ignored.
     """
-    _check.choice("sampling", sampling, ("auto", "cyclic-poisson", "balls-in-bins", "b-min-sep"))
+    _check.choice("sampling", sampling, ("auto", *SAMPLINGS[:-1]))
     seconds = _check.real("certify_seconds", certify_seconds, 0, open_low=True)
     request = checked_request(
         epsilon=epsilon,
@@ -132,6 +133,8 @@ def plan(
         return _cyclic(request, progress)
     if sampling == "b-min-sep":
         return _separated(request, seconds, progress)
+    if sampling == REDRAWN:
+        return _redrawn(request, batch_size, seconds, progress)
     unbanded = request.mechanism in ("banded-inverse", "blt") or request.inverse_bands is not None
     if sampling == "balls-in-bins" or unbanded:
         return _binned(request, batch_size, seconds, progress)
@@ -247,6 +250,14 @@ def _other_size(asked: float, planned: float) -> str:
         f"; batches have {planned:.6g} examples on average, not batch_size={asked:g}, as an epoch of bins has a whole "
         "number of steps"
     )
+
+
+def _redrawn(request: Request, asked: float, seconds: float, progress: Progress | None) -> Plan:
+    """The plan with bins redrawn every epoch, for a strategy that is given; an error without a certificate."""
+    guess = redrawn.given(request, progress)
+    chosen, certificate = redrawn.certified(request, guess, seconds, progress)
+    choice = _other_size(asked, request.batch_size).removeprefix("; ")
+    return _build(request, _with([guess], chosen), *chosen, certificate=certificate, choice=choice)
 
 
 def _separated(request: Request, seconds: float, progress: Progress | None) -> Plan:

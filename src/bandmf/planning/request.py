@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from bandmf import _check, accounting
 from bandmf.noise.schedule import BYTES_PER_NUMBER
 from bandmf.participation import Participation
-from bandmf.planning.setup import MAX_STEPS, Setup, checked_batch_size, whole_cycle
+from bandmf.planning.setup import IN_BINS, MAX_STEPS, Setup, checked_batch_size, whole_cycle
 from bandmf.strategies import Strategy
 from bandmf.strategies.single_precision import check_noise, in_float32
 from bandmf.workloads import Workload, workload_for
@@ -77,7 +77,7 @@ def checked_request(
 ) -> Request:
     """The request, if it makes sense; one sentence says what does not. With bins, a batch is examples / cycle."""
     steps = training_steps(steps, epochs, batch_size, examples)
-    if sampling == "balls-in-bins" and examples is not None:
+    if sampling in IN_BINS and examples is not None:
         batch_size = examples / whole_cycle(examples, batch_size, steps)
     request = Request(
         epsilon=epsilon,

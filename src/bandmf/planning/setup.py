@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from bandmf import _check
 from bandmf.accounting.bins.gram import MAX_CYCLE
 from bandmf.accounting.events import ADJACENCIES, Event, cyclic_poisson, one_release
+from bandmf.accounting.verified import REDRAWN
 from bandmf.noise.schedule import BYTES_PER_NUMBER, DEVICES, vectors_held
 from bandmf.participation import Participation, checked_participation
 from bandmf.sampling import cycle_length
@@ -15,7 +16,8 @@ from bandmf.strategies import Strategy
 from bandmf.workloads import Workload
 
 MAX_STEPS = 10**8
-CERTIFIED = ("balls-in-bins", "b-min-sep")
+IN_BINS = ("balls-in-bins", REDRAWN)
+CERTIFIED = (*IN_BINS, "b-min-sep")
 SAMPLINGS = ("cyclic-poisson", *CERTIFIED, "none")
 
 
@@ -118,12 +120,12 @@ class Setup:
 
     @property
     def in_bins(self) -> bool:
-        """Whether every example has a place of its own in the cycle: balls-in-bins sampling."""
-        return self.sampling == "balls-in-bins"
+        """Whether every example has a place of its own in the cycle, for good or for an epoch: balls-in-bins."""
+        return self.sampling in IN_BINS
 
     @property
     def cycle(self) -> int | None:
-        """After how many steps the bins come again; None for other sampling."""
+        """After how many steps the bins come, or are drawn, again; None for other sampling."""
         if not self.in_bins or self.examples is None:
             return None
         return whole_cycle(self.examples, self.batch_size, self.steps)

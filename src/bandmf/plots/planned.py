@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from bandmf._text import counted, number
+from bandmf.planning.setup import IN_BINS
 from bandmf.plots.colors import BANDMF, GRAY, MECHANISMS
 from bandmf.plots.style import End, end_labels, panels
 from bandmf.plots.ticks import fours, plain
@@ -126,9 +127,9 @@ def plan(made: Plan, candidates: Sequence[Candidate]) -> Figure:
     """The picture of a plan and of all candidates that are to be in it."""
     if not candidates:
         raise ValueError("candidates=(): there is nothing to draw; make the plan with bandmf.plan")
-    banded = sorted((c for c in candidates if c.sampling != "balls-in-bins"), key=lambda c: c.bands)
+    banded = sorted((c for c in candidates if c.sampling not in IN_BINS), key=lambda c: c.bands)
     curve = [(c.bands, c.rmse / made.rmse) for c in banded]
-    levels = [Level(c.name, c.rmse / made.rmse, made.is_chosen(c)) for c in candidates if c.sampling == "balls-in-bins"]
+    levels = [Level(c.name, c.rmse / made.rmse, made.is_chosen(c)) for c in candidates if c.sampling in IN_BINS]
     names = {1: "DP-SGD"} if made.amplified else {1: "independent noise"}
     if made.amplified and made.examples is not None and made.examples / made.batch_size <= made.steps:
         names[int(made.examples / made.batch_size)] = "no amplification"

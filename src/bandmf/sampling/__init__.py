@@ -10,18 +10,21 @@ sampler states its own beside its class. Where a certificate speaks for the whol
 from __future__ import annotations
 
 from bandmf import _check
+from bandmf.accounting.verified import REDRAWN
 from bandmf.randomness.key import Key
 from bandmf.sampling.base import AccountedPlan, SampledPlan, Sampler
 from bandmf.sampling.bins import BallsInBins
 from bandmf.sampling.cyclic_poisson import CyclicPoisson, poisson_sample
 from bandmf.sampling.fixed_order import FixedOrder, cycle_length, unused_note, used_examples
 from bandmf.sampling.min_separation import MinSeparationPoisson
+from bandmf.sampling.redrawn_bins import RedrawnBins
 
 __all__ = [
     "BallsInBins",
     "CyclicPoisson",
     "FixedOrder",
     "MinSeparationPoisson",
+    "RedrawnBins",
     "SampledPlan",
     "Sampler",
     "cycle_length",
@@ -55,7 +58,8 @@ def sampler(plan: SampledPlan, key: Key, examples: int | None = None) -> Sampler
             "len(dataset)", examples, f"must be the plan's examples={plan_examples}", "make a plan for this data"
         )
     if plan.cycle is not None:
-        return BallsInBins(key, examples=plan_examples, steps=plan.steps, cycle=plan.cycle)
+        kind = RedrawnBins if plan.sampling == REDRAWN else BallsInBins
+        return kind(key, examples=plan_examples, steps=plan.steps, cycle=plan.cycle)
     if plan.sampling == "b-min-sep":
         assert plan.sampling_probability is not None
         return MinSeparationPoisson(

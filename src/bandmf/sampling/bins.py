@@ -26,7 +26,19 @@ from bandmf.randomness.stream import Indices, Stream
 from bandmf.sampling.base import check_step, describe
 
 _CHUNK = 1 << 20  # examples; whole blocks of the cipher, which hold 8 words each
-_MOST_EXAMPLES = 2**32 * 8  # one 64-bit word each, of 2^32 blocks
+MOST_EXAMPLES = 2**32 * 8  # one 64-bit word each, of 2^32 blocks
+
+
+def placed_in_bins(stream: Stream, examples: int, cycle: int) -> Indices:
+    """bin * examples + index of every example, in increasing order: bin by bin."""
+    placed = np.empty(examples, np.int64)
+    for begin in range(0, examples, _CHUNK):
+        here = placed[begin : begin + _CHUNK]
+        bins = stream.words(len(here)) % np.uint64(cycle)
+        np.multiply(bins, examples, out=here, casting="unsafe")
+        here += np.arange(begin, begin + len(here))
+    placed.sort()
+    return placed
 
 
 class BallsInBins:
@@ -42,25 +54,14 @@ class BallsInBins:
     """
 
     def __init__(self, key: Key, *, examples: int, steps: int, cycle: int) -> None:
-        self.examples = _check.whole("examples", examples, 1, _MOST_EXAMPLES)
+        self.examples = _check.whole("examples", examples, 1, MOST_EXAMPLES)
         self.steps = _check.whole("steps", steps)
         most = min(self.steps, (2**63 - 1) // self.examples)  # a bin and an index share 63 bits
         self.cycle = _check.whole("cycle", cycle, 1, most, f"{most} (steps={self.steps})")
         secret = key.derive("bins")
-        self._placed = self._place(Stream(secret, 0))
+        self._placed = placed_in_bins(Stream(secret, 0), self.examples, self.cycle)
         self._bounds = np.searchsorted(self._placed, np.arange(self.cycle + 1) * self.examples)
         self._provenance = describe(self, secret, self.cycle)
-
-    def _place(self, stream: Stream) -> Indices:
-        """bin * examples + index of every example, in increasing order: bin by bin."""
-        placed = np.empty(self.examples, np.int64)
-        for begin in range(0, self.examples, _CHUNK):
-            here = placed[begin : begin + _CHUNK]
-            bins = stream.words(len(here)) % np.uint64(self.cycle)
-            np.multiply(bins, self.examples, out=here, casting="unsafe")
-            here += np.arange(begin, begin + len(here))
-        placed.sort()
-        return placed
 
     @property
     def events(self) -> tuple[Event, ...]:

@@ -170,9 +170,9 @@ def _strategy(contents: dict[str, np.ndarray], depth: int) -> Strategy:
             return BandedInverse(coefficients, steps.item())
         case {"tree": steps, **rest} if not rest:
             return OnlineTree(steps.item())
-        case {"epochs": epochs, **rest} if (inner := _inner("epoch.", rest)):
+        case {"epochs": epochs, **rest} if inner := _inner("epoch.", rest):
             return Stamped(_strategy(inner, depth + 1), epochs.item())
-        case {"step_scales": scales, **rest} if (inner := _inner("unscaled.", rest)):
+        case {"step_scales": scales, **rest} if inner := _inner("unscaled.", rest):
             return Scaled(_strategy(inner, depth + 1), scales)
     raise ValueError("not a strategy of bandmf, or damaged")
 
