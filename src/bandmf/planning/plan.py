@@ -350,7 +350,7 @@ class Plan(Setup):
         """In words and numbers: what is guaranteed, to whom, under which sampling, what must not change."""
         return explain(self)
 
-    def plot(self, progress: Progress | None = None) -> Any:
+    def plot(self, *, progress: Progress | None = None) -> Any:
         """A figure of matplotlib: error against bands, what was chosen, and what the memory limit permits.
 
         Numbers of bands that the search passed over are evaluated for it, which takes a few seconds.
