@@ -126,7 +126,7 @@ def no_collective(training):
 
 def compiled_once(training):
     """What comes out of a step lies where it was: nothing is compiled again."""
-    assert training._programs.turn._cache_size() == 1
+    assert training._programs.clip._cache_size() == 1
     assert training._programs.advance._cache_size() == 1
     print("compiled once holds", flush=True)
 

@@ -13,7 +13,6 @@ from textwrap import dedent
 import pytest
 
 import bandmf
-from conftest import FIRST
 
 SOURCE = Path(bandmf.__file__).parent
 
@@ -275,8 +274,3 @@ def test_the_core_computes_without_torch_jax_or_matplotlib():
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout.split() == []
-
-
-def test_the_files_that_are_begun_first_are_there():
-    names = {path.stem for path in Path(__file__).parent.rglob("test_*.py")}
-    assert set(FIRST) <= names

@@ -19,6 +19,7 @@ from bandmf.strategies import (
     BufferedToeplitz,
     Dense,
     Identity,
+    Scaled,
     banded_inverse_square_root,
     square_root,
     stamping,
@@ -44,6 +45,17 @@ def families(n):
         Banded(BandedToeplitz([1.0, -0.5, 0.3][:n], n).columns()),
         tree_aggregation(n),
         stamping(square_root(n), 1),
+        *(
+            Scaled(strategy, np.exp(RANDOM[1, :n]))
+            for strategy in (
+                BandedToeplitz([1.0, -0.5, 0.3][:n], n, normalize_columns=False),
+                BandedToeplitz([1.0, -0.5, 0.3][:n], n, normalize_columns=True),
+                BandedInverse([1.0, 0.3, -0.2, 0.25][:n], n),
+                BufferedToeplitz([0.3, -0.2], [0.9, -0.5], n),
+                Dense(np.tril(RANDOM[:n, :n])),
+                stamping(square_root(n), 1),
+            )
+        ),
     ]
 
 
@@ -83,13 +95,15 @@ def test_signs_do_not_cancel():
         banded_inverse_square_root(16384, 16),
         BufferedToeplitz([0.1] * 4, [0.999, 0.99, 0.9, 0.5], 16384),
         BandedToeplitz(np.linspace(1, 0.1, 64), 16384),
+        Scaled(BufferedToeplitz([0.1] * 4, [0.999, 0.99, 0.9, 0.5], 16384), np.linspace(1, 0.1, 16384)),
+        Scaled(BandedToeplitz(np.linspace(1, 0.1, 64), 16384), np.linspace(0.1, 1, 16384)),
     ],
-    ids=["inverse", "blt", "banded"],
+    ids=["inverse", "blt", "banded", "scaled blt", "scaled banded"],
 )
 def test_large_sizes_are_fast_and_right(strategy):
     start = time.process_time()
     gram = gram_matrix(strategy, 2048)
-    assert time.process_time() - start < 1.5
+    assert time.process_time() - start < (3 if isinstance(strategy, Scaled) else 1.5)
     for i, j in [(0, 0), (3, 2047), (2047, 2047), (100, 101)]:
         columns = [np.zeros(16384 + strategy.bands) for _ in range(2)]
         for total, first in zip(columns, (i, j), strict=True):

@@ -241,21 +241,6 @@ def test_folders_and_doubled_names_are_refused_as_well(tmp_path, capsys):
     assert "is the file of --plot as well" in run(f"plan {BUDGET} --plot {both} --save {both}", capsys)[2]
 
 
-@pytest.mark.parametrize(
-    "command", [f"plan {BUDGET} --bands 2", "compare --steps 8 --epochs 2 --delta 1e-6", "optimize --steps 8 --bands 2"]
-)
-def test_a_picture_that_cannot_be_written_loses_no_result(command, monkeypatch, tmp_path, capsys):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("bandmf.plots.save", full)
-    monkeypatch.setattr("bandmf.cli.compare.compare", lambda **_: [Comparison("DP-SGD", 1.0, 1.0, True, 1.0, 1, 0)])
-    status, out, err = run(f"{command} --plot {tmp_path / 'p.png'} --json", capsys)
-    assert status != 0
-    assert json.loads(out)
-    assert "No space left on device" in err
-
-
 # --- a sentence for every nonsense --------------------------------------------------------------------
 
 

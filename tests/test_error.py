@@ -28,10 +28,12 @@ from bandmf.optimize import banded_toeplitz
 from bandmf.participation import FixedEpochs, MinSeparation
 from bandmf.strategies import (
     Banded,
+    BandedInverse,
     BandedToeplitz,
     BufferedToeplitz,
     Dense,
     Identity,
+    Scaled,
     banded_inverse_square_root,
     stamping,
     tree_aggregation,
@@ -44,6 +46,7 @@ from test_workloads import N as STEPS
 THETA = np.array([1.0, 0.6, 0.3, 0.2])
 SIGNED = np.array([0.9, -0.4, 0.0, 0.3, 0.1])
 COLUMNS = random_columns(np.random.default_rng(8), STEPS, 5)
+SCALES = np.sqrt(np.linspace(1.5, 0.3, STEPS)) + 0.2 * np.cos(np.arange(STEPS))
 FULL = banded_matrix(random_columns(np.random.default_rng(9), STEPS, STEPS))
 
 # name -> (strategy, its matrix), all of them for every workload in WORKLOADS
@@ -60,6 +63,16 @@ STRATEGIES = {
     ),
     "banded": (Banded(COLUMNS), banded_matrix(COLUMNS)),
     "dense": (Dense(FULL), FULL),
+    "scaled": (Scaled(BandedToeplitz(THETA, STEPS), SCALES), normalized(toeplitz_matrix(THETA, STEPS)) * SCALES),
+    "scaled inverse": (
+        Scaled(BandedInverse([1.0, -0.4, -0.1], STEPS), SCALES),
+        np.linalg.inv(toeplitz_matrix([1.0, -0.4, -0.1], STEPS)) * SCALES,
+    ),
+    "scaled, one band": (Scaled(BandedInverse([0.5], STEPS), SCALES), np.diag(2 * SCALES)),
+    "scaled blt": (
+        Scaled(BufferedToeplitz([0.3, 0.1], [0.9, 0.5], STEPS), SCALES),
+        BufferedToeplitz([0.3, 0.1], [0.9, 0.5], STEPS).materialize() * SCALES,
+    ),
 }
 
 
@@ -350,6 +363,8 @@ def test_all_columns_of_a_response_are_the_papers_streaming_rows(seed, n, normal
     bands = data.draw(st.integers(1, n))
     theta = np.append(1.0, np.random.default_rng(seed).uniform(-0.9, 0.9, bands - 1) / bands)
     strategy = BandedToeplitz(theta, n, normalize_columns=normalize)
+    if data.draw(st.booleans(), label="scaled"):
+        strategy = Scaled(strategy, np.linspace(2, 0.5, n))
     workload = workloads.streaming_operator(nesterov(0.9), n).operator
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(error, "_COLUMNS", 16)

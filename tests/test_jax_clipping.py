@@ -128,10 +128,11 @@ def test_one_example_contributes_at_most_the_clip_norm(dtype, clip_norm):
 def test_a_sum_in_one_go_is_caught(monkeypatch):
     """The planted fault: squares that are added one after the other."""
 
-    def plain(parts):
-        return lax.scan(lambda total, one: (total + one, None), jnp.float32(0), jnp.concatenate(parts))[0], 0
+    def plain(leaf):
+        squares = jnp.square(leaf).reshape(-1)
+        return lax.scan(lambda total, one: (total + one, None), jnp.float32(0), squares)[0], 0
 
-    monkeypatch.setattr(clipping.norms, "_sum", plain)
+    monkeypatch.setattr(clipping.norms, "_sum_of_squares", plain)
     example = jnp.asarray(next(hard_examples(100_003))[1], jnp.float32)
     total = clipped_gradient(spread_loss, clip_norm=1.0)(jnp.zeros(100_003), example[None]).total
     assert length(total) > 1.0005

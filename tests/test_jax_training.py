@@ -450,10 +450,9 @@ def test_secrets_are_in_no_program():
     training = tiny.training()
     state = training.init(tiny.first_weights())
     rows = training._source.rows([training._sampler.batch(0)], 0, training._examples_key)
-    given = (training._held.trained, [], rows, np.int32(0), training._secrets.draws, np.int32(0))
-    text = training._programs.turn.lower(*given).as_text()
+    given = (training._held.trained, [], rows, np.int32(0), training._secrets)
+    text = training._programs.clip.lower(*given).as_text()
     total = jax.tree.map(jnp.zeros_like, state.weights)
-    text += training._programs._digest.lower(total, training._secrets.seeds).as_text()
     text += training._programs.advance.lower(total, training._held, training._secrets.noise).as_text()
     planted = jax.jit(lambda x: x + training._secrets.noise).lower(np.zeros(8, np.uint32)).as_text()
     words = [str(int(word)) for part in training._secrets for word in part]

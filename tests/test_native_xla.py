@@ -104,7 +104,7 @@ def test_a_handler_of_another_version_is_refused_and_xla_takes_over(tmp_path, mo
 
 
 @pytest.mark.parametrize(
-    "family", spread(["normalized", "banded_inverse", "inverse_partly_kept", "buffered", "identity"], 3)
+    "family", spread(["normalized", "banded_inverse", "inverse_partly_kept", "buffered", "identity", "scaled"], 3)
 )
 def test_operations_of_xla_add_the_same_noise(family):
     strategy, key = FAMILIES[family], Key()

@@ -251,8 +251,8 @@ def test_a_state_of_another_plan_or_key_is_refused(name):
 @pytest.mark.parametrize(
     "family",
     some_long(
-        ["normalized", "long", "banded_inverse", "inverse_partly_kept", "buffered"],
-        lambda family: family in ("long", "inverse_partly_kept", "buffered"),
+        ["normalized", "long", "banded_inverse", "inverse_partly_kept", "buffered", "scaled", "scaled_buffered"],
+        lambda family: family in ("long", "inverse_partly_kept", "buffered", "scaled"),
     ),
 )
 def test_a_restarted_run_equals_the_uninterrupted_one(name, family):

@@ -11,7 +11,7 @@ import bandmf
 from bandmf.accounting.bins import gram_matrix
 from bandmf.noise.schedule import Schedule
 from bandmf.participation import Single
-from bandmf.strategies import Banded, BandedInverse, BandedToeplitz, BufferedToeplitz, lambda_cgd, stamping
+from bandmf.strategies import Banded, BandedInverse, BandedToeplitz, BufferedToeplitz, Scaled, lambda_cgd, stamping
 from bandmf.strategies.single_precision import MARGIN, in_float32
 
 SMALL = {"epsilon": 8.0, "delta": 1e-5, "examples": 1_000, "batch_size": 50, "steps": 80, "certify_seconds": 3}
@@ -33,9 +33,13 @@ STRATEGIES = {
     "normalized": BandedToeplitz(FALLING, 80),
     "stamped": stamping(lambda_cgd(20, float(upwards(0.9))), 4),
 }
+STRATEGIES |= {
+    f"scaled {name}": Scaled(STRATEGIES[name], 1 / upwards(np.linspace(1, 3, 80)))
+    for name in ("lambda-CGD", "BLT", "Toeplitz")
+}
 
 
-def in_effect(strategy):
+def in_effect(strategy, scale=1.0):
     """The C that an engine has in effect: its linear forms with float32 numbers, computed in float64."""
     n, schedule = strategy.steps, Schedule(strategy, lookahead=1)
     history, outputs, z = np.zeros((schedule.slots, n)), [], np.eye(n)
@@ -47,13 +51,14 @@ def in_effect(strategy):
             history[slot] = float(np.float32(decay)) * history[slot] + y
         if step.store is not None:
             history[step.store] = y
-        outputs.append(y)
+        # Plans have one deviation: what rounding makes of its product with a gain is the step's own.
+        outputs.append(y * schedule.scale(i, scale) / float(np.float32(scale)))
     return np.linalg.inv(np.array(outputs))
 
 
 def gram_in_effect(plan):
     """Of |C| / the deviation that an engine multiplies by."""
-    C, m = np.abs(in_effect(plan.strategy)), []
+    C, m = np.abs(in_effect(plan.strategy, plan.noise_scale)), []
     for position in range(plan.cycle):
         m.append(C[:, position :: plan.cycle].sum(axis=1))
     return np.array(m) @ np.array(m).T / float(np.float32(plan.noise_scale)) ** 2

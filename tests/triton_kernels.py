@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from bandmf import Key
-from bandmf.strategies import BandedInverse, BufferedToeplitz, Identity, tree_aggregation
+from bandmf.strategies import BandedInverse, BufferedToeplitz, Identity, Scaled, tree_aggregation
 from noise_families import FAMILIES, largest_difference, options, oracle_noise, toeplitz, torch_noise
 
 KEY = Key(bytes([5] * 32))
@@ -34,7 +34,7 @@ CASES = {
     # From step 2 on one is read, whose slot is replaced, and one is drawn again.
     "banded inverse, partly kept": (BandedInverse([1.5, -0.5, 0.2], 4), TWO, {"kept_inputs": 1}),
     "tree": (tree_aggregation(4), ONE, {}),
-    "buffered": (BufferedToeplitz([0.3, 0.1], [0.9, 0.5], 3), ONE, {}),
+    "buffered": (Scaled(BufferedToeplitz([0.3, 0.1], [0.9, 0.5], 3), [2.0, 0.7, 0.4]), ONE, {}),
 }
 
 INVERSE = BandedInverse([1.5, -0.5, 0.2], 3)
@@ -274,7 +274,11 @@ XLA_CASES = {
     "look-ahead in XLA": (toeplitz(7, 6), ONE, {"lookahead": 3}),
     # The history of w looks ahead, that of b is read whole.
     "large and small in XLA": (toeplitz(4, 4), TWO, {"lookahead": 2, "small": 100}),
-    "banded inverse, partly kept, in XLA": (BandedInverse([1.5, -0.5, 0.2], 4), ONE, {"kept_inputs": 1}),
+    "banded inverse, partly kept, in XLA": (
+        Scaled(BandedInverse([1.5, -0.5, 0.2], 4), [0.7, 3.0, 0.4, 1.0]),
+        ONE,
+        {"kept_inputs": 1},
+    ),
     "banded inverse, partly kept, for two in XLA": (BandedInverse([1.5, -0.5, 0.2], 4), TWO, {"kept_inputs": 1}),
 }
 

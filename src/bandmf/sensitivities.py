@@ -16,16 +16,17 @@ taken from them is added.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from scipy import sparse
 
-from bandmf import band_columns
 from bandmf._types import FloatArray, IntArray
 from bandmf.participation import FixedEpochs, MinSeparation, Participation, Single, checked_participation
 from bandmf.strategies import Strategy
 from bandmf.strategies.base import spaced_toeplitz_norm
+from bandmf.strategies.scaled import Scaled, unscaled
 
 # Entries of X, and operations to compute them, beyond which the tighter bounds are too expensive.
 _MOST_ENTRIES, _MOST_OPERATIONS = 2**28, 2**37
@@ -109,14 +110,30 @@ def _fixed_epochs(strategy: Strategy, participation: FixedEpochs) -> Sensitivity
 def _pattern_grams(strategy: Strategy, starts: IntArray, length: int, epochs: int) -> FloatArray:
     """X restricted to the pattern of each start: shape (starts, epochs, epochs)."""
     grams = np.zeros((len(starts), epochs, epochs))
-    columns = [strategy.columns(m * length, m * length + len(starts)) for m in range(epochs)]
-    for a in range(epochs):
-        for c in range(a, epochs):
-            lag = (c - a) * length
-            if lag < strategy.bands:
-                overlap = columns[a][:, lag:] * columns[c][:, : strategy.bands - lag]
-                grams[:, a, c] = grams[:, c, a] = overlap.sum(axis=1)
+    diagonal = _gram_diagonals(strategy)
+    for between in range(min(epochs, -(-strategy.bands // length))):
+        entries = diagonal(between * length)
+        for a in range(epochs - between):
+            c = a + between
+            grams[:, a, c] = grams[:, c, a] = entries[a * length + starts]
     return grams
+
+
+def _gram_diagonals(strategy: Strategy) -> Callable[[int], FloatArray]:
+    """X[j + lag, j] for every j, by the lag."""
+    n, bands = strategy.steps, strategy.bands
+    if isinstance(strategy, Scaled):
+        of_unscaled, scales = _gram_diagonals(strategy.strategy), strategy.scales
+        return lambda lag: of_unscaled(lag) * scales[: n - lag] * scales[lag:]
+    if (theta := strategy.toeplitz()) is not None:  # a running sum of theta_t theta_{t+l}, as long as rows are left
+
+        def of_toeplitz(lag: int) -> FloatArray:
+            sums = np.append(0.0, np.cumsum(theta[: max(0, len(theta) - lag)] * theta[lag:]))
+            return sums[np.minimum(n - lag - np.arange(n - lag), len(sums) - 1)]
+
+        return of_toeplitz
+    columns = strategy.columns()
+    return lambda lag: np.sum(columns[: n - lag, lag:] * columns[lag:, : bands - lag], axis=1)
 
 
 def _signable(gram: FloatArray) -> bool:
@@ -152,13 +169,13 @@ def _min_separation(strategy: Strategy, participation: MinSeparation) -> Sensiti
     if (theta := strategy.toeplitz()) is not None:
         majorant = np.maximum.accumulate(np.abs(theta)[::-1])[::-1]
         bounds.append((spaced_toeplitz_norm(majorant, n, separation, count), "non-increasing majorant"))
-    if n * bands <= _MOST_ENTRIES and n * bands * (bands if theta is None else 1) <= _MOST_OPERATIONS:
-        lags = _lagged_gram(strategy)
+    terms = bands if unscaled(strategy).toeplitz() is None else 1  # of an entry of X, beside those of its neighbor
+    if n * bands <= _MOST_ENTRIES and n * bands * terms <= _MOST_OPERATIONS:
         if count == 2 or 2 * separation >= bands:
-            return Sensitivity(_chain(lags, separation, count), True, "neighbors interact (chain)")
-        bounds.append((_column_scores(lags, separation, count), "sum of column bounds"))
+            return Sensitivity(_chain(_lagged_gram(strategy), separation, count), True, "neighbors interact (chain)")
+        bounds.append((_column_scores(strategy, separation, count), "sum of column bounds"))
         if n * bands * count <= _MOST_OPERATIONS >> 8:
-            bounds.append((_row_scores(lags, separation, count), "sum of row bounds"))
+            bounds.append((_row_scores(_lagged_gram(strategy), separation, count), "sum of row bounds"))
     value, method = min(bounds)
     return Sensitivity(value, False, method)
 
@@ -194,16 +211,10 @@ def _best_separated_sum(scores: FloatArray, separation: int, count: int) -> floa
 
 def _lagged_gram(strategy: Strategy) -> FloatArray:
     """|X[j, j - l]| as an (n, bands) array: entry [j, l], zero where j - l is negative."""
-    n, bands, theta = strategy.steps, strategy.bands, strategy.toeplitz()
-    lags = np.zeros((n, bands))
-    if theta is not None:  # a running sum of theta_t theta_{t+l}, as long as rows are left
-        for lag in range(len(theta)):
-            sums = np.abs(np.cumsum(theta[: len(theta) - lag] * theta[lag:]))
-            lags[lag:, lag] = sums[np.minimum(n - 1 - np.arange(lag, n), len(sums) - 1)]
-        return lags
-    gram = band_columns.gram(strategy.columns())
+    n, bands = strategy.steps, strategy.bands
+    lags, diagonal = np.zeros((n, bands)), _gram_diagonals(strategy)
     for lag in range(bands):
-        lags[lag:, lag] = np.abs(gram[: n - lag, lag])
+        lags[lag:, lag] = np.abs(diagonal(lag))
     return lags
 
 
@@ -223,16 +234,19 @@ def _chain(lags: FloatArray, separation: int, count: int) -> float:
     return math.sqrt(best.max())
 
 
-def _column_scores(lags: FloatArray, separation: int, count: int) -> float:
+def _column_scores(strategy: Strategy, separation: int, count: int) -> float:
     """An upper bound: the r-th participation before j lies at least r separations back.
 
     Column j is charged |X_jj| + 2 sum_r max_{l >= r separation} |X[j, j-l]|, and the best separated sum of
     these charges bounds every pattern.
     """
-    largest_from = np.maximum.accumulate(lags[:, ::-1], axis=1)[:, ::-1]
-    places = np.arange(separation, lags.shape[1], separation)[: count - 1]
-    scores = lags[:, 0] + 2 * largest_from[:, places].sum(axis=1)
-    return math.sqrt(_best_separated_sum(scores, separation, count))
+    n, diagonal = strategy.steps, _gram_diagonals(strategy)
+    scores, largest = np.zeros(n), np.zeros(n)  # of the lags so far, from the longest one down
+    for lag in range(strategy.bands - 1, 0, -1):
+        np.maximum(largest[lag:], np.abs(diagonal(lag)), out=largest[lag:])
+        if lag % separation == 0 and lag < count * separation:
+            scores += 2 * largest
+    return math.sqrt(_best_separated_sum(scores + diagonal(0), separation, count))
 
 
 def _row_scores(lags: FloatArray, separation: int, count: int) -> float:

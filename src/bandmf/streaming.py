@@ -26,7 +26,7 @@ class Matrices(NamedTuple):
     transition: FloatArray
     input: FloatArray
     output: FloatArray
-    feedthrough: float
+    feedthrough: Any  # a number
 
 
 @dataclass(frozen=True)

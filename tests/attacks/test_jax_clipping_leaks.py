@@ -194,8 +194,7 @@ def test_the_conditional_is_in_the_programs_of_training():
     for count in (1, 2):
         rows = training._source.rows([np.arange(12)] * count, 0, training._examples_key)
         if count == 1:
-            given = (held.trained, frozen, rows, np.int32(0), secrets.draws, np.int32(0))
-            program = training._programs.turn.lower(*given).compile()
+            program = training._programs.clip.lower(held.trained, frozen, rows, np.int32(0), secrets).compile()
         else:
             program, _ = training._programs.chunk(held, frozen, rows, np.int32(0), secrets)
         assert program.as_text().count(" conditional(") == 1

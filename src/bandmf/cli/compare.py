@@ -53,12 +53,6 @@ def compare_command(
     outputs.check(pictures)
     with show.status("comparing") as line:
         table = compare(epsilon=epsilon, delta=delta, steps=steps, epochs=epochs, progress=line.update)
-    if json:
-        show.print_json({"mechanisms": [row._asdict() for row in table]})
-    else:
-        _print(table, _title(steps, epochs, epsilon, delta))
-        show.say("The noise of rows in bins is estimated; bandmf plan certifies it, 0.3 to 1.1 percent higher.")
-    with show.status("drawing") as line:
         if plot is not None:
             _plot(steps, epochs, delta, plot, line)
         if plot_memory is not None:
@@ -68,6 +62,11 @@ def compare_command(
             plots.save(plots.memory(curves, _title(steps, epochs, epsilon, delta)), plot_memory)
         if plot_map is not None:
             _map(steps, delta, plot_map, line)
+    if json:
+        show.print_json({"mechanisms": [row._asdict() for row in table]})
+    else:
+        _print(table, _title(steps, epochs, epsilon, delta))
+        show.say("The noise of rows in bins is estimated; bandmf plan certifies it, 0.3 to 1.1 percent higher.")
 
 
 def _title(steps: int, epochs: int, epsilon: float, delta: float) -> str:

@@ -98,20 +98,16 @@ def optimize(
         strategy = solution.strategy
     with show.status("measuring errors"):
         result = _describe(strategy, workload, participation, solution)
-    if save is not None:
-        result["saved"] = str(file_name(save))
-    if plot is not None:
-        result["plot"] = str(plot)
+        if save is not None:
+            result["saved"] = str(strategies.save(strategy, save))
+        if plot is not None:
+            result["plot"] = str(_plot(strategy, workload, plot))
     if json:
         show.print_json(result)
     else:
         more = ", ..." if result.pop(_LEFT_OUT) else ""
         shown = {_NAMES.get(name, name.replace("_", " ")): _text(name, value, more) for name, value in result.items()}
         show.print_pairs("Strategy", shown)
-    if save is not None:
-        strategies.save(strategy, save)
-    if plot is not None:
-        _plot(strategy, workload, plot)
 
 
 def _solve(
@@ -184,11 +180,11 @@ def _text(name: str, value: object, more: str) -> str:
     return number(value, 7)
 
 
-def _plot(strategy: strategies.Strategy, workload: Workload, path: Path) -> None:
+def _plot(strategy: strategies.Strategy, workload: Workload, path: Path) -> Path:
     from bandmf import plots
 
     errors = {
         f"{strategy.bands:,} bands": per_step_error(strategy, workload=workload),
         "independent noise": per_step_error(strategies.Identity(strategy.steps), workload=workload),
     }
-    plots.save(plots.strategy(strategy, errors), path)
+    return plots.save(plots.strategy(strategy, errors), path)

@@ -92,14 +92,14 @@ def plan(
         )
         line.update("comparing with DP-SGD")
         summary = made.summary()
-    _show(made, summary, json, explain)
-    if save is not None:
-        made.save(save)
-    if plot is not None:
-        from bandmf import plots  # matplotlib, which takes a second
+        if save is not None:
+            made.save(save)
+        if plot is not None:
+            from bandmf import plots  # matplotlib, which takes a second
 
-        with show.status("drawing") as line:
-            plots.save(made.plot(progress=progress), plot)
+            line.update("drawing")
+            plots.save(made.plot(progress), plot)
+    _show(made, summary, json, explain)
 
 
 def _show(made: Plan, summary: dict[str, object], as_json: bool, in_words: bool) -> None:

@@ -81,14 +81,14 @@ def train(
     with show.status("planning"):
         plans = _plans(setting)
     results = {name: _tune_and_run(tuning, images, plan, name, rates, seeds, clip_norm) for name, plan in plans.items()}
-    split = {"trained on": len(images.train), "tuned on": len(tuning.test), "tested on": len(images.test)}
-    _report(plans, results, images.name, split, json)
     if plot is not None:
         curves = {name: [(h.steps, h.accuracies) for h in runs] for name, (_, runs) in results.items()}
         title = f"{images.name}, epsilon={epsilon:g}, delta={number(setting['delta'])}"
         from bandmf import plots
 
         plots.save(plots.accuracy(curves, title), plot)
+    split = {"trained on": len(images.train), "tuned on": len(tuning.test), "tested on": len(images.test)}
+    _report(plans, results, images.name, split, json)
 
 
 def _check_numbers(

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,7 @@ from bandmf.error.threads import one_thread
 from bandmf.participation import Participation, Single
 from bandmf.sensitivities import sensitivity
 from bandmf.strategies import BandedToeplitz, Strategy
+from bandmf.strategies.scaled import factors, unscaled
 from bandmf.streaming import StreamingOperator, lfilter
 from bandmf.workloads import Workload, workload_for
 
@@ -58,7 +58,8 @@ def _per_step_error(strategy: Strategy, workload: Workload) -> FloatArray:
     closed = closed_form(strategy, workload)
     if closed is not None:
         return closed.per_step()
-    if isinstance(strategy, BandedToeplitz) and _LARGEST_JOINT_STATE < strategy.bands <= strategy.steps <= _MOST_ROWS:
+    of_toeplitz = isinstance(unscaled(strategy), BandedToeplitz)
+    if of_toeplitz and _LARGEST_JOINT_STATE < strategy.bands <= strategy.steps <= _MOST_ROWS:
         return per_step_error_by_response(strategy, workload.operator)
     operator = workload.operator @ strategy.inverse()
     by_state = operator.matrices is not None and operator.buffers <= _LARGEST_JOINT_STATE
@@ -208,15 +209,15 @@ def per_step_error_by_rows(inverse: StreamingOperator, workload: StreamingOperat
     return np.array([float(row @ row) for row in rows])
 
 
-def per_step_error_by_response(strategy: BandedToeplitz, workload: StreamingOperator) -> FloatArray:
-    """Rows of A C^-1 = A D T^-1, some columns at a time: those of T^-1 are one response, D the norms of T's. O(n^2)."""
-    n, plain = strategy.steps, replace(strategy, normalize_columns=False)
-    response = lfilter([1.0], plain.coefficients, np.eye(1, n)[0])
-    norms = plain.column_norms() if strategy.normalize_columns else np.ones(n)
+def per_step_error_by_response(strategy: Strategy, workload: StreamingOperator) -> FloatArray:
+    """Rows of A C^-1 = A D^-1 T^-1, some columns at a time: those of T^-1, T Toeplitz, are one response. O(n^2)."""
+    n, found = strategy.steps, factors(strategy)
+    assert found is not None
+    response, gains = lfilter([1.0], found[0], np.eye(1, n)[0]), 1 / found[1]
     errors = np.zeros(n)
     for start in range(0, n, _COLUMNS):
         columns = np.zeros((n, min(_COLUMNS, n - start)))
-        columns[start:] = norms[start:, None] * linalg.toeplitz(response[: n - start], np.zeros(columns.shape[1]))
+        columns[start:] = gains[start:, None] * linalg.toeplitz(response[: n - start], np.zeros(columns.shape[1]))
         errors += [float(row @ row) for row in workload.apply(columns)]
     return errors
 

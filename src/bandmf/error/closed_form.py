@@ -6,6 +6,7 @@
     banded inverse                   w = r * lambda, as long as r
     tree aggregation, online         the binary digits of the length of a running sum
     stamping                         the errors of one epoch, again and again
+    step scales                      blocks of the covariance recursion, all at once     (scaled.py)
 
 `closed_form` is the one place that decides; everything else asks it.
 """
@@ -20,10 +21,11 @@ import numpy as np
 
 from bandmf._types import FloatArray
 from bandmf.error.band_covariance import WORST_CONDITION
+from bandmf.error.scaled import scaled_error
 from bandmf.error.toeplitz import ToeplitzError
 from bandmf.error.toeplitz_response import MOST_PEAK, Response, correlate, inverse_peak
 from bandmf.error.toeplitz_settled import SMALLEST, SettledError, inverse_energy
-from bandmf.strategies import BandedInverse, BandedToeplitz, BufferedToeplitz, OnlineTree, Stamped, Strategy
+from bandmf.strategies import BandedInverse, BandedToeplitz, BufferedToeplitz, OnlineTree, Scaled, Stamped, Strategy
 from bandmf.streaming import (
     Matrices,
     compose,
@@ -56,6 +58,8 @@ def closed_form(strategy: Strategy, workload: Workload) -> ClosedForm | None:
     if workload.is_prefix and isinstance(strategy, Stamped):
         epoch = closed_form(strategy.epoch, prefix(strategy.epoch.steps))
         return None if epoch is None else StampedError(epoch, strategy.epochs)
+    if isinstance(strategy, Scaled):
+        return scaled_error(strategy, workload)
     if workload.coefficients is None:
         return None
     if isinstance(strategy, BandedInverse):

@@ -9,6 +9,7 @@ import numpy as np
 
 from bandmf import _check
 from bandmf.noise.provenance import Shape
+from bandmf.noise.schedule import Schedule
 
 NORMAL = 2.0**-126, float(np.finfo(np.float32).max)  # positive numbers that float32 holds in full
 
@@ -47,6 +48,15 @@ def check_scale(scale: Any) -> float:
         return number
     remedy = "noise is float32: scale gradients and noise, or give 0 for none"
     return _check.real("scale", number, *NORMAL, remedy=remedy)
+
+
+def step_scale(schedule: Schedule, step: int, scale: Any) -> float:
+    """What the noise of this step is multiplied by, if float32 can hold that."""
+    number = check_scale(scale)
+    if number == 0 or schedule.gains is None:
+        return number
+    remedy = "noise is float32: use step scales that are closer to one another"
+    return _check.real(f"scale / scales[{step}]", schedule.scale(step, number), *NORMAL, remedy=remedy)
 
 
 def not_finite(name: str) -> ValueError:

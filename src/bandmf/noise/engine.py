@@ -109,7 +109,7 @@ class NumpyEngine:
     def add(self, state: State, gradients: Mapping[str, Any], scale: float) -> State:
         """Add `scale` times the noise of the next step to the gradients, in place; returns the state."""
         self._check(state, gradients)
-        scale = checks.check_scale(self.schedule.scale(state.step, checks.check_scale(scale)))
+        scale = checks.step_scale(self.schedule, state.step, scale)
         self._prepare(state)
         step = self.schedule.step(state.step, state.refreshed)
         for name, tensor in state.provenance.tensors.items():

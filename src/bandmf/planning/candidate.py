@@ -34,16 +34,18 @@ class Candidate(NamedTuple):
     sampling: str = "cyclic-poisson"
     mechanism: str = "banded"
     vectors: int | None = None  # of the model's size, kept by its noise; None where they do not fit
+    scaled: bool = False  # by a public number for each step
 
     @property
     def name(self) -> str:
         """For people: "BLT(4) in bins", "32 bands"."""
         buffered = {"blt": f"BLT({self.bands})", "banded-inverse": f"inverse({self.bands})"}
         what = buffered.get(self.mechanism, counted(self.bands, "band"))
+        scaled = " with step scales" if self.scaled else ""
         where = {"balls-in-bins": " in bins", REDRAWN: " in redrawn bins", "b-min-sep": ", b-min-sep"}.get(
             self.sampling, ""
         )
-        return what + where
+        return what + scaled + where
 
 
 Progress = Callable[[Candidate | str], None]  # is told of every candidate, and in words of what takes long
@@ -77,4 +79,5 @@ def checked_candidate(given: Candidate) -> Candidate:
         str(found.sampling),
         str(found.mechanism),
         None if found.vectors is None else _check.whole("candidate.vectors", found.vectors, 0),
+        _check.choice("candidate.scaled", found.scaled, (False, True)),
     )

@@ -125,9 +125,16 @@ def _noise(plan: Plan) -> str:
         correlation = f"correlated over {plan.strategy.bands} steps, so that it cancels later"
     return (
         f"Noise. Clip every example's gradient to clip_norm and sum. Add noise with scale clip_norm * "
-        f"{plan.noise_scale:.6g}{_multiplier(plan)}, {correlation}. Then divide "
+        f"{plan.noise_scale:.6g}{_multiplier(plan)}, {correlation}.{_step_scales(plan)} Then divide "
         f"by {plan.batch_size:.10g}, never by the number of examples really in the batch.{_memory(plan)}"
     )
+
+
+def _step_scales(plan: Plan) -> str:
+    if plan.step_scales is None:
+        return ""
+    least, most = plan.step_scales
+    return f" Each step's is divided by a public number of its own, from {least:.3g} to {most:.3g} (step scales)."
 
 
 def _multiplier(plan: Plan) -> str:

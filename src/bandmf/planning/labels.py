@@ -20,6 +20,7 @@ LABELS = {
     "sampling": "sampling",
     "mechanism": "mechanism",
     "bands": "bands",
+    "step_scales": "step scales",
     "noise_multiplier": "noise multiplier",
     "noise_scale": "noise scale",
     "cycle": "cycle",
@@ -45,6 +46,8 @@ def labeled(summary: dict[str, object]) -> dict[str, str]:
 
 
 def _text(name: str, value: object) -> str:
+    if isinstance(value, tuple):
+        return " to ".join(number(end) for end in value)
     return readable_bytes(value) if name == "memory" and isinstance(value, float) else number(value)
 
 

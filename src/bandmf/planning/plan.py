@@ -25,7 +25,7 @@ from bandmf.planning.search.candidates import passed_over
 from bandmf.planning.setup import Setup
 from bandmf.sampling import cycle_length
 from bandmf.sensitivities import sensitivity
-from bandmf.strategies import Identity, Strategy
+from bandmf.strategies import Identity, Scaled, Strategy
 from bandmf.strategies.single_precision import MARGIN, check_noise, check_range
 from bandmf.workloads import Workload
 
@@ -265,6 +265,13 @@ class Plan(Setup):
         return mechanism_of(self.strategy)
 
     @property
+    def step_scales(self) -> tuple[float, float] | None:
+        """The smallest and the largest number that the noise of a step is divided by; None where there are none."""
+        if not isinstance(self.strategy, Scaled):
+            return None
+        return float(self.strategy.scales.min()), float(self.strategy.scales.max())
+
+    @property
     def vectors(self) -> int:
         """Vectors of the model's size that the noise keeps."""
         return self.vectors_of(self.strategy)
@@ -350,7 +357,7 @@ class Plan(Setup):
         """In words and numbers: what is guaranteed, to whom, under which sampling, what must not change."""
         return explain(self)
 
-    def plot(self, *, progress: Progress | None = None) -> Any:
+    def plot(self, progress: Progress | None = None) -> Any:
         """A figure of matplotlib: error against bands, what was chosen, and what the memory limit permits.
 
         Numbers of bands that the search passed over are evaluated for it, which takes a few seconds.
@@ -361,10 +368,11 @@ class Plan(Setup):
 
     def __repr__(self) -> str:
         data = f"batch_size={self.batch_size:g}, examples={self.examples}"
+        scaled = "" if self.step_scales is None else "step scales, "
         size = {"blt": "buffers", "banded-inverse": "inverse_bands"}.get(self.mechanism, "bands")
         return (
             f"Plan(epsilon={self.epsilon:g}, delta={self.delta:g}, steps={self.steps}, {data},\n"
-            f"     sampling={self.sampling!r}, mechanism={self.mechanism!r}, {size}={size_of(self.strategy)}, "
+            f"     sampling={self.sampling!r}, mechanism={self.mechanism!r}, {size}={size_of(self.strategy)}, {scaled}"
             f"noise_multiplier={self.noise_multiplier:.6g})"
         )
 

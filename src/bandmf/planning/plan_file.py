@@ -46,8 +46,8 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         **{name: getattr(plan, name) for name in _PLAIN},
         "participation": taking_part and {"kind": type(taking_part).__name__, **vars(taking_part)},
         "workload": _workload_to_dict(plan.workload),
-        "candidates": [list(candidate) for candidate in plan.candidates],
-        "best_without_memory_limit": best and list(best),
+        "candidates": [_candidate_to_list(candidate) for candidate in plan.candidates],
+        "best_without_memory_limit": best and _candidate_to_list(best),
         "strategy": _strategy_to_dict(plan.strategy),
         "certificate": plan.certificate and plan.certificate.to_dict(),
     }
@@ -128,6 +128,11 @@ def holds(path: Path, plan: Plan) -> bool:
 
 
 # --- its parts ----------------------------------------------------------------------------------------
+
+
+def _candidate_to_list(candidate: Candidate) -> list[Any]:
+    """As in files that are older than step scales, where it has none."""
+    return list(candidate) if candidate.scaled else list(candidate)[:-1]
 
 
 def _strategy_to_dict(strategy: Strategy) -> dict[str, Any]:

@@ -11,15 +11,16 @@ it by the deviation, and rounded that, no step has less noise than with the exac
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy import sparse
 
 from bandmf import _check
 from bandmf._types import FloatArray
-from bandmf.strategies.base import ScaledRecurrence, Strategy
-from bandmf.streaming import StreamingOperator, diagonal
+from bandmf.strategies.base import ScaledRecurrence, Strategy, falling_coefficients
+from bandmf.strategies.toeplitz import BandedToeplitz
+from bandmf.streaming import StreamingOperator, diagonal, oaconvolve
 
 LEAST, MOST = 1e-100, 1e100  # of a scale
 
@@ -99,11 +100,48 @@ class Scaled(Strategy):
         unscaled = self.strategy.nonnegative()
         return None if unscaled is None else sparse.csc_array(unscaled * self.scales)
 
+    def spaced_norm(self, separation: int, count: int) -> float | None:
+        """Where scales do not increase either: a pattern that starts later, or has gaps, has less of everything."""
+        found = factors(self)
+        falling = None if found is None else falling_coefficients(found[0])
+        if found is None or falling is None or np.any(np.diff(found[1]) > 0):
+            return None
+        return _spaced_norm(falling, found[1], separation, count)
+
+    def separated_bound(self, separation: int, count: int) -> float | None:
+        if (found := factors(self)) is None:
+            return None
+        return _spaced_norm(_falling(np.abs(found[0])), _falling(found[1]), separation, count)
+
     def sensitivity_error(self, separation: int, count: int) -> float:
         return float(self.scales.max()) * self.strategy.sensitivity_error(separation, count)
 
     def inverse(self) -> StreamingOperator:
         return diagonal(1 / self.scales) @ self.strategy.inverse()
+
+
+def factors(strategy: Strategy) -> tuple[FloatArray, FloatArray] | None:
+    """(theta, d) where C[i, j] = theta[i - j] d[j], with a d for every step; None where C is not of that form."""
+    if isinstance(strategy, Scaled):
+        found = factors(strategy.strategy)
+        return None if found is None else (found[0], found[1] * strategy.scales)
+    if isinstance(strategy, BandedToeplitz) and strategy.normalize_columns:
+        plain = replace(strategy, normalize_columns=False)
+        return plain.coefficients, 1 / plain.column_norms()
+    theta = strategy.toeplitz()
+    return None if theta is None else (theta, np.ones(strategy.steps))
+
+
+def _falling(numbers: FloatArray) -> FloatArray:
+    """The least non-increasing sequence above these numbers."""
+    return np.maximum.accumulate(numbers[::-1])[::-1]
+
+
+def _spaced_norm(theta: FloatArray, d: FloatArray, separation: int, count: int) -> float:
+    """|sum of columns 0, s, 2 s, ...| of the matrix with these factors."""
+    weights = np.zeros(len(d))
+    weights[: count * separation : separation] = d[: count * separation : separation]
+    return float(np.linalg.norm(oaconvolve(weights, theta)[: len(d)]))
 
 
 def unscaled(strategy: Strategy) -> Strategy:

@@ -12,17 +12,19 @@ Toeplitz C: m_j is m_0 moved down by j and cut off at n (columns past the end ha
 
     G[i - 1, j - 1] = G[i, j] + m_0[n - i] m_0[n - j],
 
-and only the last column of G needs sums over all the steps: cycle dot products.
+and only the last column of G needs sums over all the steps: cycle dot products. Toeplitz C times step scales:
+<c_j, c_{j+l}> is the one of Toeplitz C, a running sum along each diagonal, times both scales; G adds up those of all
+epochs.
 
 Guarantees: no entry is below that of the exact C of the strategy's float64 parameters. (Engines multiply by float32
 numbers: plans are made with parameters that float32 holds exactly, see strategies.single_precision.)
   - Every entry is a sum of at most n products of numbers >= 0, so whatever the order it has a relative error of
     at most (n + epochs + 4) 2^-53, plus what |C|'s entries have; each entry is raised by more than that.
   - Coefficients that are given (banded Toeplitz) are exact; divided by their norm, they err by at most
-    (bands + 8) 2^-53. Those of a BLT are powers and sums: raised by their rounding, term by term. Those of a
-    banded inverse, 1 / r(x): with t the computed ones and e = r t - 1 their residual, the exact ones differ by
-    at most |e|_inf |t|_1 / (1 - |e|_1), which is added to each. This covers where t was cut off, too.
-    Columns of a stamped strategy are those of its epoch.
+    (bands + 8) 2^-53. Step scales are exact, and their products err by 2^-52. Those of a BLT are powers and sums:
+    raised by their rounding, term by term. Those of a banded inverse, 1 / r(x): with t the computed ones and
+    e = r t - 1 their residual, the exact ones differ by at most |e|_inf |t|_1 / (1 - |e|_1), which is added to
+    each. This covers where t was cut off, too. Columns of a stamped strategy are those of its epoch.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from bandmf import _check, band_columns
 from bandmf._types import FloatArray
 from bandmf.strategies import BandedInverse, BandedToeplitz, BufferedToeplitz
 from bandmf.strategies.base import Strategy
-from bandmf.strategies.scaled import Scaled
+from bandmf.strategies.scaled import Scaled, factors
 from bandmf.strategies.stamping import Stamped
 
 MAX_CYCLE = 2**14
@@ -61,6 +63,9 @@ def gram_matrix(strategy: Strategy, cycle: int) -> FloatArray:
         gram = _normalized(strategy, cycle)
     elif (theta := _raised_coefficients(strategy)) is not None:
         gram = _toeplitz(theta, n, cycle)
+    elif isinstance(strategy, Scaled) and (found := factors(strategy)) is not None:
+        theta = _raised_coefficients(strategy.strategy)
+        gram = _factored(np.abs(found[0]) if theta is None else theta, found[1], cycle)
     else:
         gram = _of_rows(strategy, cycle, 0)
     epochs = -(-n // cycle)
@@ -161,6 +166,24 @@ def _normalized(strategy: BandedToeplitz, cycle: int) -> FloatArray:
         return _of_rows(strategy, cycle, 0)
     upper = _toeplitz(theta / np.linalg.norm(theta), settled, cycle)
     return upper + _of_rows(strategy, cycle, settled) if strategy.bands > 1 else upper
+
+
+def _factored(theta: FloatArray, d: FloatArray, cycle: int) -> FloatArray:
+    """G of C[i, j] = theta[i - j] d[j] >= 0, by the diagonals of C'C: O(n bands)."""
+    n = len(d)
+    epochs = -(-n // cycle)
+    theta, d = _padded(theta, n), _padded(d, epochs * cycle)
+    half = np.zeros((cycle, cycle))  # [r, i] is <m_{i+r}, m_i>, half of it for r = 0, i + r taken modulo the cycle
+    for lag in range(int(np.flatnonzero(theta)[-1]) + 1):
+        # <c_j, c_{j+lag}>: a sum that ends where the rows do.
+        entries = np.zeros(epochs * cycle)
+        entries[: n - lag] = np.cumsum(theta[: n - lag] * theta[lag:])[::-1]
+        entries[: n - lag] *= d[: n - lag] * d[lag:n]
+        half[lag % cycle] += entries.reshape(epochs, cycle).sum(axis=0) / (1 if lag else 2)
+    i = np.arange(cycle)
+    gram = np.empty_like(half)
+    gram[(i[:, None] + i) % cycle, i] = half
+    return gram + gram.T
 
 
 def _of_rows(strategy: Strategy, cycle: int, start: int) -> FloatArray:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
 
 from bandmf import _check
 from bandmf.jax.clipping.arguments import check_real, count_rows
@@ -64,7 +65,7 @@ def clipped_gradient(loss: Callable[[Any, Any], Any], *, clip_norm: float) -> Ca
         if holds is None:  # what the caller knows to be true, and the compiler does not
             holds = always((own, batch, kept))
             check_not_constant(holds, (own, batch, mask))
-        gradients = _row_by_row(jax.grad(loss), own, batch, holds)
+        gradients = _row_by_row(partial(jax.grad(loss), own), batch, holds)
         gradients, norms = jax.vmap(partial(clip, clip_norm=clip_norm))(gradients)
         total = jax.tree.map(lambda leaf: masked_sum(leaf, kept & jnp.isfinite(norms)), gradients)
         return Clipped(total, clip_norm)
@@ -72,16 +73,21 @@ def clipped_gradient(loss: Callable[[Any, Any], Any], *, clip_norm: float) -> Ca
     return summed
 
 
-def _row_by_row(gradient: Callable[[Any, Any], Any], weights: Any, batch: Any, holds: Array) -> Any:
+def _row_by_row(gradient: Callable[[Any], Any], batch: Any, holds: Array) -> Any:
     """The gradient of every row by itself, computed once."""
     alone = list[Any]()
-    single = jax.jit(gradient)  # traced once, however often its program is used
 
-    def traced(weights: Any, example: Any) -> Any:
-        alone.append(jax.make_jaxpr(single)(weights, example))
-        return single(weights, example)
+    def traced(example: Any) -> Any:
+        program, shapes = jax.make_jaxpr(gradient, return_shape=True)(example)
+        alone.append(program)
+        return _again(program, shapes)(example)
 
-    every = jax.jit(jax.vmap(traced, in_axes=(None, 0)))
-    program, shapes = jax.make_jaxpr(every, return_shape=True)(weights, batch)
+    program, shapes = jax.make_jaxpr(jax.vmap(traced), return_shape=True)(batch)
     check_own_draws(program, alone[-1])
-    return computed_once(lambda given: every(*given), (weights, batch), holds, shapes)
+    return computed_once(_again(program, shapes), batch, holds, shapes)
+
+
+def _again(program: Any, shapes: Any) -> Callable[[Any], Any]:
+    """What was traced, as a function: `loss` is called once, however often its program is used."""
+    function, structure = jaxpr_as_fun(program), jax.tree.structure(shapes)
+    return lambda given: jax.tree.unflatten(structure, function(*jax.tree.leaves(given)))

@@ -18,8 +18,8 @@ def clip(gradient: Any, clip_norm: float) -> tuple[Any, Array]:
     gradient = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient)
     # In units of the clip norm, squares neither vanish nor overflow where it matters.
     leaves = [leaf * jnp.float32(1 / clip_norm) for leaf in jax.tree.leaves(gradient)]
-    squares, additions = _sum([jnp.square(leaf).reshape(-1) for leaf in leaves])
-    norm = jnp.sqrt(squares) * jnp.float32(1 + _bound(additions))
+    squares, depth = zip(*(_sum_of_squares(leaf) for leaf in leaves), strict=True)
+    norm = jnp.sqrt(sum(squares[1:], squares[0])) * jnp.float32(1 + _bound(max(depth) + len(leaves)))
     factor = jnp.minimum(1, 1 / norm)  # 1 / 0 is infinite, and the minimum is 1
     return jax.tree.map(lambda leaf: leaf * factor, gradient), norm * jnp.float32(clip_norm)
 
@@ -30,17 +30,13 @@ def _bound(additions: int) -> float:
     return (0.5 * additions + 16) * ROUNDING
 
 
-def _sum(parts: list[Array]) -> tuple[Array, int]:
+def _sum_of_squares(leaf: Array) -> tuple[Array, int]:
     """The sum, in a tree of sums of at most LEAF numbers, and how many additions a number goes through in it."""
-    additions = 0
-    while len(parts) > 1 or parts[0].size > LEAF:
-        shorter = [each for part in parts for each in _shorter(part) if each.size]
-        parts, additions = [jnp.concatenate(shorter)], additions + LEAF
-    return parts[0].sum(), additions + parts[0].size
-
-
-def _shorter(flat: Array) -> tuple[Array, Array]:
-    """Sums of LEAF numbers each, and what is left: padding would copy all of it."""
-    even = flat.size // LEAF * LEAF
-    # A compiler that sees through two sums makes one long one of them, whose error has no such bound.
-    return lax.optimization_barrier(flat[:even].reshape(-1, LEAF).sum(axis=1)), flat[even:]
+    flat, rest, additions = jnp.square(leaf).reshape(-1), [], LEAF
+    while flat.size > LEAF:
+        even = flat.size // LEAF * LEAF  # what is left is added at the end: padding would copy all of it
+        rest.append(flat[even:].sum())
+        # A compiler that sees through both sums makes one long one of them, whose error has no such bound.
+        flat = lax.optimization_barrier(flat[:even].reshape(-1, LEAF).sum(axis=1))
+        additions += LEAF + 1
+    return sum(rest, flat.sum()), additions

@@ -191,10 +191,12 @@ class Engine:
 
     def _check_values(self, state: State, gradients: Any, scale: Any) -> None:
         """What can only be checked where values are known: outside of jit."""
-        if not is_traced(scale):
-            checks.check_scale(float(scale))
         if not is_traced(state.step):
             checks.check_step(int(state.step), self.schedule.steps)
+        if not is_traced(scale):
+            checks.check_scale(float(scale))
+            if not is_traced(state.step):
+                checks.step_scale(self.schedule, int(state.step), float(scale))
         for name, leaf in named(gradients).items():
             finite = jnp.isfinite(leaf).all()  # inside lax.cond this is traced even where the leaf is not
             if not is_traced(finite) and not bool(finite):

@@ -1,7 +1,7 @@
-"""The compiled programs: one private step in parts, which compile sooner, or several steps in one.
+"""The compiled programs: one private step in two, or several steps in one.
 
 Guarantees:
-- a sum of clipped gradients comes to the host only as a digest: noise is added to the very array that was digested;
+- a sum of clipped gradients leaves a program only as a digest: noise is added to the very array that was digested;
 - whatever is secret is an argument, and so in no program and in no compilation cache;
 - an example sees the weights, itself and a random key of its own.
 """
@@ -79,12 +79,7 @@ class Programs:
         self._clip_norm, self._scale = clip_norm, np.float32(plan.deviation(clip_norm))
         self._batch_size, places = np.float32(plan.batch_size), places_of(held)
         self._places, self.is_cut = places, any(map(is_on_mesh, jax.tree.leaves(held)))
-        alike = None if places is None else places.trained
-        self.turn = jax.jit(self._turn, out_shardings=alike)
-        self._nothing = jax.jit(_nothing, out_shardings=alike)
-        self._added = jax.jit(added, donate_argnums=0, out_shardings=alike and Sums(alike, alike))
-        self._together = jax.jit(together, out_shardings=alike)
-        self._digest = jax.jit(partial(_digest, is_cut=self.is_cut))
+        self.clip = jax.jit(self._clip)
         self.advance = jax.jit(self._advance, donate_argnums=1, out_shardings=places)
         self.skip = jax.jit(self._skip, donate_argnums=0, out_shardings=places)
         self.digest_of_inputs = jax.jit(partial(_digest_of_inputs, is_cut=self.is_cut))
@@ -106,18 +101,10 @@ class Programs:
             lowered.compile()
             self._is_checked = True
 
-    def clip(
-        self, trained: Any, frozen: list[Any], rows: Rows, step: Any, secrets: Secrets, turns: int | None = None
-    ) -> tuple[Any, Array]:
-        """The sum of a batch, which has examples in so many turns, and its words for the host."""
-        part = partial(self.turn, trained, frozen, rows, step, secrets.draws)
-        total = part(np.int32(0))
-        if (turns := rows.places.shape[1] if turns is None else turns) > 1:
-            sums = Sums(total, self._nothing(total))
-            for turn in range(1, turns):
-                sums = self._added(sums, part(np.int32(turn)))
-            total = self._together(sums)
-        return total, self._digest(total, secrets.seeds)
+    def _clip(self, trained: Any, frozen: list[Any], rows: Rows, step: Array, secrets: Secrets) -> tuple[Any, Array]:
+        """The sum of a batch, and its words for the host."""
+        total = self._summed(trained, frozen, jax.tree.map(lambda leaf: leaf[0], rows), step, secrets.draws)
+        return total, _digest(total, secrets.seeds, self.is_cut)
 
     def _advance(self, total: Any, held: Held, noise_key: Array) -> Held:
         """The noise is added, the optimizer takes its step."""
@@ -129,10 +116,11 @@ class Programs:
 
     def _skip(self, held: Held, noise_key: Array) -> Held:
         """A step that is lost: its noise must still be drawn, as later noise is correlated with it."""
-        return held._replace(noise=self._engine.add(held.noise, _nothing(held.trained), self._scale, noise_key)[1])
+        nothing = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), held.trained)
+        return held._replace(noise=self._engine.add(held.noise, nothing, self._scale, noise_key)[1])
 
-    def _turn(self, trained: Any, frozen: list[Any], rows: Rows, step: Array, draws: Array, turn: Any) -> Any:
-        """The clipped gradients of one turn of the first step of these rows, added up."""
+    def _summed(self, trained: Any, frozen: list[Any], rows: Rows, step: Array, draws: Array) -> Any:
+        """The clipped gradients of a batch, added up turn by turn; turns without examples are not computed."""
 
         def one(trained: Any, example: tuple[Any, Array]) -> Any:
             data, place = example
@@ -140,26 +128,28 @@ class Programs:
             own = jax.random.fold_in(jax.random.fold_in(key, step), place)
             return self._loss(self._parts.join(trained, frozen), data, own)
 
-        part = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf[0], turn, keepdims=False), rows)
         gradient = clipped_gradient(one, clip_norm=self._clip_norm)
-        # A compiler does not know the step, and so does not drop the conditional that this condition is for.
-        return gradient(trained, tuple(part), mask=part.places >= 0, holds=step >= 0).total
+
+        def summed(number: Any) -> Any:
+            part = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, number, keepdims=False), rows)
+            # A compiler does not know the step, and so does not drop the conditional that this condition is for.
+            return gradient(trained, tuple(part), mask=part.places >= 0, holds=step >= 0).total
+
+        if len(rows.places) == 1:
+            return summed(0)
+        nothing = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), trained)
+        turns = (rows.places >= 0).any(axis=1).sum()
+        return together(lax.fori_loop(0, turns, lambda turn, sums: added(sums, summed(turn)), Sums(nothing, nothing)))
 
     # --- several steps at once ----------------------------------------------------------------------------
 
     def _scan(self, held: Held, frozen: list[Any], rows: Rows, step: Array, secrets: Secrets) -> tuple[Held, Array]:
         def one(held: Held, given: tuple[Rows, Array]) -> tuple[Held, Array]:
-            own, ahead = jax.tree.map(lambda leaf: leaf[None], given[0]), given[1]
-            part = partial(self._turn, held.trained, frozen, own, step + ahead, secrets.draws)
-            if own.places.shape[1] == 1:
-                total = part(0)
-            else:
-                nothing, turns = _nothing(held.trained), (own.places[0] >= 0).any(axis=1).sum()
-                every = lax.fori_loop(0, turns, lambda turn, sums: added(sums, part(turn)), Sums(nothing, nothing))
-                total = together(every)
+            own, ahead = given
             # One sum for both: compilers may compute again what is used twice.
-            total = lax.optimization_barrier(total)
-            return self._advance(total, held, secrets.noise), _digest(total, secrets.seeds, self.is_cut)
+            total = lax.optimization_barrier(self._summed(held.trained, frozen, own, step + ahead, secrets.draws))
+            digested = _digest(total, secrets.seeds, self.is_cut)
+            return self._advance(total, held, secrets.noise), digested
 
         return lax.scan(one, held, (rows, jnp.arange(len(rows.places), dtype=jnp.int32)))
 
@@ -176,10 +166,6 @@ class Programs:
             identity = _identity(lowered.as_text(), traced.jaxpr)
             self._chunks[structure, kinds] = lowered.compile(), identity
         return self._chunks[structure, kinds]
-
-
-def _nothing(like: Any) -> Any:
-    return jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), like)
 
 
 def _digest(total: Any, seeds: Array, is_cut: bool) -> Array:

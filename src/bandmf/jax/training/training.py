@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,7 @@ from bandmf._interrupts import Termination, uninterrupted
 from bandmf.jax.noise.engine import Engine
 from bandmf.jax.training.arguments import check_parameters, checked_optimizer, takes_key
 from bandmf.jax.training.checkpoint import Checkpoints, check_installed
-from bandmf.jax.training.data import Rows, Source, mesh_of
+from bandmf.jax.training.data import Source, mesh_of
 from bandmf.jax.training.processes import Processes
 from bandmf.jax.training.state import Held, Parts, State, is_finite, own_copy
 from bandmf.jax.training.steps import Programs, Secrets, agreed, digests, with_key
@@ -35,7 +34,6 @@ from bandmf.ledger.checks import ReleasedOtherwiseError
 from bandmf.ledger.training import TrainingRun
 from bandmf.planning import Plan
 from bandmf.randomness.key import Key
-from bandmf.randomness.stream import Indices
 
 log = logging.getLogger("bandmf")
 
@@ -208,19 +206,18 @@ class Training(TrainingRun):
         rows = self._source.rows(batches, step, self._examples_key)
         contents = [batch.tobytes() for batch in batches]
         try:
-            return self._chunk(step, rows, contents) if in_chunk else self._single(step, rows, batches[0])
+            return self._chunk(step, rows, contents) if in_chunk else self._single(step, rows, contents[0])
         except ReleasedOtherwiseError:
             return self._past_released(at_once)
 
-    def _single(self, step: int, rows: Rows, batch: Indices) -> State:
+    def _single(self, step: int, rows: Any, batch: bytes) -> State:
         held = self._held
         assert held is not None
-        turns = math.ceil(len(batch) / self._source.size)
-        total, words = self._programs.clip(held.trained, self._frozen, rows, np.int32(step), self._secrets, turns)
+        total, words = self._programs.clip(held.trained, self._frozen, rows, np.int32(step), self._secrets)
         (digested,) = self._agreed_on(words)
         self._programs.check_advance(total, held, self._secrets.noise)
         with uninterrupted():
-            self._opened.on_ledger(lambda ledger: ledger.release(step, batch.tobytes(), digested))
+            self._opened.on_ledger(lambda ledger: ledger.release(step, batch, digested))
             self._progress.release(step)
             held = self._programs.advance(total, held, self._secrets.noise)
             return self._handed_out(held, step + 1)

@@ -157,7 +157,7 @@ class Engine:
         So a GPU has work while the host prepares, where something must be waited for in between.
         """
         self._check(state, gradients)
-        scale = checks.check_scale(self.schedule.scale(state.step, checks.check_scale(scale)))
+        scale = checks.step_scale(self.schedule, state.step, scale)
         self._prepare(state)
         step, number = self.schedule.step(state.step, state.refreshed), (state.step, state.loads)
         advance = self._ready(state, step, {name: shards.local(gradients[name]) for name in state.parts}, scale)
