@@ -277,8 +277,8 @@ def test_the_estimate_agrees_with_the_accountant_on_the_same_grid() -> None:
     accountant = pld.PLDAccountant(value_discretization_interval=1e-3)
     event = dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.GaussianDpEvent(3.0))
     theirs = accountant.compose(event, 512).get_epsilon(1e-6)
-    losses = accounting.estimate.round_losses(accounting.Event(0.1, 512), 3.0)
-    assert accounting.estimate._estimate(losses, 512, 1e-6, 1e-3) == pytest.approx(theirs, rel=1e-5)
+    kinds = accounting.estimate.round_losses(accounting.Event(0.1, 512), 3.0)
+    assert accounting.estimate._estimate(kinds, 1e-6, 1e-3) == pytest.approx(theirs, rel=1e-5)
 
 
 @pytest.mark.parametrize(("examples", "cap", "q"), [(1000, 60, 0.05), (50, 3, 0.1), (10, 9, 1.0)])

@@ -6,8 +6,6 @@ import math
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-
 from bandmf.accounting import estimate
 from bandmf.accounting.events import Event, usable_delta
 
@@ -17,8 +15,8 @@ def evaluate(event: Event, delta: float, sigma: float) -> float:
     """Epsilon by dp_accounting's PLD accountant, on the grid that suits this event."""
     if estimate.hopeless(event, sigma):
         return math.inf
-    losses = estimate.round_losses(event, sigma)
-    interval = estimate.interval(event, delta, losses)
+    kinds = estimate.round_losses(event, sigma)
+    interval = estimate.interval(event, delta, kinds)
     if interval is None:
         return math.inf
     import dp_accounting  # takes a second, and no cached answer needs it
@@ -30,11 +28,15 @@ def evaluate(event: Event, delta: float, sigma: float) -> float:
         "zero-out": relations.REPLACE_SPECIAL,
         "replace": relations.REPLACE_ONE,
     }[event.adjacency]
-    if event.compositions > 10**5 and np.ptp(losses.values) < 1100 * interval:
+    if event.compositions > 10**5 and estimate.widest(kinds) < 1100 * interval:
         composed = _compose_in_stages(event, sigma, interval, relation)
         return float(composed.get_epsilon_for_delta(usable_delta(event, delta)))
     accountant = pld.PLDAccountant(relation, interval)
-    accountant.compose(_one_round(event, sigma), event.rounds)
+    if event.unsampled and event.levels is not None:
+        accountant.compose(_one_round(event, sigma / math.sqrt(event.weight)))
+    else:
+        for level, rounds in event.kinds:
+            accountant.compose(_one_round(event, sigma / level), rounds)
     return float(accountant.get_epsilon(usable_delta(event, delta)))
 
 
@@ -64,14 +66,18 @@ def _compose_in_stages(event: Event, sigma: float, interval: float, relation: An
     from dp_accounting.pld import privacy_loss_distribution
 
     common = {"value_discretization_interval": interval, "neighboring_relation": relation}
-    if event.max_batch_size is None:
-        one_round = privacy_loss_distribution.from_gaussian_mechanism(
-            sigma, sampling_prob=event.sampling_probability, **common
-        )
-    else:
-        one_round = privacy_loss_distribution.from_truncated_subsampled_gaussian_mechanism(
-            event.examples, event.sampling_probability, event.max_batch_size, sigma, **common
-        )
-    thousands, rest = divmod(event.rounds, 1000)
-    composed = one_round.self_compose(1000).self_compose(thousands)
-    return composed.compose(one_round.self_compose(rest)) if rest else composed
+    composed = None
+    for level, rounds in event.kinds:
+        if event.max_batch_size is None:
+            one_round = privacy_loss_distribution.from_gaussian_mechanism(
+                sigma / level, sampling_prob=event.sampling_probability, **common
+            )
+        else:
+            one_round = privacy_loss_distribution.from_truncated_subsampled_gaussian_mechanism(
+                event.examples, event.sampling_probability, event.max_batch_size, sigma / level, **common
+            )
+        thousands, rest = divmod(rounds, 1000)
+        parts = [one_round.self_compose(1000).self_compose(thousands)] if thousands else []
+        for part in parts + ([one_round.self_compose(rest)] if rest else []):
+            composed = part if composed is None else composed.compose(part)
+    return composed

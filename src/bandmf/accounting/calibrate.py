@@ -22,8 +22,8 @@ def calibrate(event: Event, delta: float, target: float, verdict_on: Callable[[f
     blur = scatter(event, delta)
     sigma = _guess(event, delta, target)
     for _ in range(2):  # a grid that suits the guess may not suit the solution
-        losses = estimate.round_losses(event, sigma)
-        grid = estimate.interval(event, delta, losses, tolerance=LOOSE) or INTERVALS[0]
+        kinds = estimate.round_losses(event, sigma)
+        grid = estimate.interval(event, delta, kinds, tolerance=LOOSE) or INTERVALS[0]
         rough = partial(estimate.rough, event, delta, grid)
         sigma = _solve(rough, target, sigma)
     fall = max(rough(1.01 * sigma), 1e-9) / max(rough(sigma), 1e-9)
@@ -59,8 +59,8 @@ def _guess(event: Event, delta: float, target: float) -> float:
     room = math.log(1 / delta)
     mu = math.sqrt(2) * (math.sqrt(room + target) - math.sqrt(room))
     if event.unsampled:
-        return math.sqrt(event.rounds) / mu
-    return 1 / math.sqrt(math.log1p(mu**2 / (event.sampling_probability**2 * event.rounds)))
+        return math.sqrt(event.weight) / mu
+    return 1 / math.sqrt(math.log1p(mu**2 / (event.sampling_probability**2 * event.weight)))
 
 
 def _solve(curve: Callable[[float], float], target: float, guess: float) -> float:

@@ -27,10 +27,17 @@ class _Losses(NamedTuple):
     masses: FloatArray
 
 
-def round_losses(event: Event, sigma: float) -> _Losses:
-    """The privacy loss of one round, for a fine grid of noise values (spectrally accurate)."""
+Kinds = list[tuple[_Losses, int]]  # of rounds, and how many there are of each
+
+
+def round_losses(event: Event, sigma: float) -> Kinds:
+    """The privacy loss of one round of each kind, for a fine grid of noise values (spectrally accurate)."""
     if event.unsampled:
-        return _mixture_losses(sigma / math.sqrt(event.rounds), 1.0, event.adjacency == "replace")
+        return [(_mixture_losses(sigma / math.sqrt(event.weight), 1.0, event.adjacency == "replace"), 1)]
+    return [(_sampled_losses(event, sigma / level), count) for level, count in event.kinds]
+
+
+def _sampled_losses(event: Event, sigma: float) -> _Losses:
     bites, q_then = event.truncation
     usual = _mixture_losses(sigma, event.sampling_probability, event.adjacency == "replace")
     if not bites:
@@ -53,22 +60,19 @@ def _mixture_losses(sigma: float, q: float, replace: bool) -> _Losses:
     return _Losses(values[masses > 0], masses[masses > 0] / masses.sum())
 
 
-def _estimate(losses: _Losses, rounds: int, delta: float, interval: float) -> float:
-    """Epsilon of `rounds` compositions on a grid of privacy losses, pessimistic as the accountant's own.
+def _estimate(kinds: Kinds, delta: float, interval: float) -> float:
+    """Epsilon of all rounds together on a grid of privacy losses, pessimistic as the accountant's own.
 
     "Connect the dots": a loss between two grid points is split between them so that the mass under either
     distribution is kept. Up to rounding this is what dp_accounting does, for one of its two directions.
     """
-    below = np.floor(losses.values / interval)
-    rest = losses.values - below * interval
-    share = np.expm1(rest) / (np.expm1(rest) - np.expm1(rest - interval))
-    grid = _Losses(
-        np.concatenate([below, below + 1]), np.concatenate([losses.masses * (1 - share), losses.masses * share])
-    )
-    low, high = (math.floor(bound) for bound in _bounds(grid, rounds, delta))
+    grids = [(_on_grid(losses, interval), rounds) for losses, rounds in kinds]
+    low, high = (math.floor(bound) for bound in _bounds(grids, delta))
     size = fft.next_fast_len(high - low + 2, real=True)
-    one_round = np.bincount(grid.values.astype(np.int64) % size, grid.masses, size)
-    composed = fft.irfft(fft.rfft(one_round) ** rounds, size)
+    spectrum = np.ones(size // 2 + 1, complex)
+    for grid, rounds in grids:
+        spectrum *= fft.rfft(np.bincount(grid.values.astype(np.int64) % size, grid.masses, size)) ** rounds
+    composed = fft.irfft(spectrum, size)
     places = np.arange(low + size - 1, low - 1, -1)
     masses, values = composed[places % size], places * interval
     # delta(e) = sum over losses v > e of mass (1 - exp(e - v)); the first place from above that exceeds delta
@@ -80,20 +84,33 @@ def _estimate(losses: _Losses, rounds: int, delta: float, interval: float) -> fl
     return max(0.0, math.log((above[i - 1] - delta) / weighed[i - 1])) if above[i - 1] > delta else values[i]
 
 
-def _bounds(losses: _Losses, rounds: int, delta: float) -> tuple[float, float]:
-    """Where all but delta / 1000 of the sum of `rounds` losses lies, by Chernoff's bound."""
-    spread = math.sqrt(rounds * float(np.average(losses.values**2, weights=losses.masses)))
-    orders = np.geomspace(1e-2, 1e2, 40) / max(spread, 1e-300)
+def _on_grid(losses: _Losses, interval: float) -> _Losses:
+    """A loss between two grid points in parts on both of them, so that the mass under either distribution is kept."""
+    below = np.floor(losses.values / interval)
+    rest = losses.values - below * interval
+    share = np.expm1(rest) / (np.expm1(rest) - np.expm1(rest - interval))
+    return _Losses(
+        np.concatenate([below, below + 1]), np.concatenate([losses.masses * (1 - share), losses.masses * share])
+    )
+
+
+def _bounds(kinds: Kinds, delta: float) -> tuple[float, float]:
+    """Where all but delta / 1000 of the sum of all losses lies, by Chernoff's bound."""
+    squares = [rounds * float(np.average(losses.values**2, weights=losses.masses)) for losses, rounds in kinds]
+    orders = np.geomspace(1e-2, 1e2, 40) / max(math.sqrt(sum(squares)), 1e-300)
     bounds = []
-    for values in (-losses.values, losses.values):
-        largest = values.max()
-        moments = np.log(losses.masses @ np.exp(np.outer(values - largest, orders))) + orders * largest
-        bound = float(np.min((rounds * moments + math.log(1e3 / delta)) / orders))
-        bounds.append(min(bound, rounds * float(largest)))
+    for sign in (-1, 1):
+        moments, most = np.zeros_like(orders), 0.0
+        for losses, rounds in kinds:
+            values = sign * losses.values
+            largest = float(values.max())
+            moments += rounds * (np.log(losses.masses @ np.exp(np.outer(values - largest, orders))) + orders * largest)
+            most += rounds * largest
+        bounds.append(min(float(np.min((moments + math.log(1e3 / delta)) / orders)), most))
     return -bounds[0], bounds[1]
 
 
-def interval(event: Event, delta: float, losses: _Losses, tolerance: float = TIGHT) -> float | None:
+def interval(event: Event, delta: float, kinds: Kinds, tolerance: float = TIGHT) -> float | None:
     """The coarsest grid for the accountant that exceeds epsilon by about `tolerance`; None beyond 200.
 
     The excess falls at least linearly with the interval, so two estimates tell it. Where a fine grid is cheap
@@ -102,17 +119,17 @@ def interval(event: Event, delta: float, losses: _Losses, tolerance: float = TIG
     """
     rounds, blur = event.compositions, scatter(event, delta)
     delta = usable_delta(event, delta)
-    low, high = _bounds(losses, rounds, delta)
+    low, high = _bounds(kinds, delta)
     if high > 3 * MAX_EPSILON:
         return None
-    span = float(np.ptp(losses.values))
+    span = widest(kinds)
     width = span + (high - low) / 10  # what the accountant's time is proportional to
-    estimate: Callable[[float], float] = partial(_estimate, losses, rounds, delta)
+    estimate: Callable[[float], float] = partial(_estimate, kinds, delta)
     candidates = [d for d in INTERVALS if d <= max((high - low) / 500, 2 * DEFAULT_INTERVAL)]
     excessive = estimate(candidates[0])
     for interval, finer in pairwise(candidates):
         value = estimate(finer)
-        price = min(max((width / finer / 40_000) ** 2, 0.1), 5.0)  # a point costs 10 to 20 microseconds
+        price = min(max((len(kinds) * width / finer / 40_000) ** 2, 0.1), 5.0)  # a point costs 10 to 20 microseconds
         tolerated = tolerance * price + blur
         if excessive - value <= tolerated / 2 * value:
             return interval if value <= MAX_EPSILON else None
@@ -127,16 +144,21 @@ def interval(event: Event, delta: float, losses: _Losses, tolerance: float = TIG
     return candidates[-1]
 
 
+def widest(kinds: Kinds) -> float:
+    """The widest range of losses of any round."""
+    return max(float(np.ptp(losses.values)) for losses, _ in kinds)
+
+
 def hopeless(event: Event, sigma: float) -> bool:
     """Whether one sampled round loses far more than 200: not worth the memory to say how much."""
-    return sigma < 0.02 * (math.sqrt(event.rounds) if event.unsampled else 1)
+    return sigma < 0.02 * (math.sqrt(event.weight) if event.unsampled else event.kinds[0][0])
 
 
 def rough(event: Event, delta: float, interval: float, sigma: float) -> float:
     """The estimate on a given grid."""
     if hopeless(event, sigma):
         return math.inf
-    losses, delta = round_losses(event, sigma), usable_delta(event, delta)
-    if _bounds(losses, event.compositions, delta)[1] > 3 * MAX_EPSILON:
+    kinds, delta = round_losses(event, sigma), usable_delta(event, delta)
+    if _bounds(kinds, delta)[1] > 3 * MAX_EPSILON:
         return math.inf
-    return _estimate(losses, event.compositions, delta, interval)
+    return _estimate(kinds, delta, interval)

@@ -183,10 +183,10 @@ class Plan(Setup):
             return None
         return -(-self.steps // self.bands) if self.amplified else 1
 
-    @property
+    @cached_property
     def events(self) -> tuple[Event, ...]:
         """What the accountant is told; where there are several, the worst one counts."""
-        return self.events_for(self.bands)
+        return self.events_of(self.strategy)
 
     @property
     def epochs(self) -> float | None:

@@ -375,7 +375,7 @@ def _build(
     """The plan for the candidate that was chosen: the one place where plans are made."""
     sigma, epsilon, strategy = chosen.noise_multiplier, request.epsilon, in_float32(strategy)
     if epsilon is None:
-        epsilon = max(accounting.spent(event, sigma, request.delta) for event in request.events_for(strategy.bands))
+        epsilon = max(accounting.spent(event, sigma, request.delta) for event in request.events_of(strategy))
     return Plan(
         strategy=strategy,
         noise_multiplier=sigma,

@@ -43,13 +43,13 @@ class Request(Setup):
         """The most bands whose noise fits into memory, with no look-ahead."""
         return self.steps if self.max_vectors is None else min(self.steps, self.max_vectors + 1)
 
-    def sigma(self, bands: int) -> float:
-        """The noise multiplier for these bands: as given, or the least that meets epsilon."""
+    def sigma(self, strategy: Strategy) -> float:
+        """The noise multiplier for this strategy: as given, or the least that meets epsilon."""
         if self.noise_multiplier is not None:
             return self.noise_multiplier
         assert self.epsilon is not None
         budget = self.epsilon, self.delta
-        return max(accounting.calibrated(event, *budget) for event in self.events_for(bands))
+        return max(accounting.calibrated(event, *budget) for event in self.events_of(strategy))
 
 
 def checked_request(

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from bandmf import _check
 from bandmf.accounting.bins.gram import MAX_CYCLE
-from bandmf.accounting.events import ADJACENCIES, Event, cyclic_poisson, one_release
+from bandmf.accounting.events import ADJACENCIES, Event, Levels, cyclic_poisson, levels_of, one_release
 from bandmf.accounting.verified import REDRAWN
 from bandmf.noise.schedule import BYTES_PER_NUMBER, DEVICES, vectors_held
 from bandmf.participation import Participation, checked_participation
 from bandmf.sampling import cycle_length
-from bandmf.strategies import Strategy
+from bandmf.strategies import Scaled, Strategy
 from bandmf.workloads import Workload
 
 MAX_STEPS = 10**8
@@ -155,8 +155,15 @@ class Setup:
             where = f"examples / batch_size = {self.most_bands}"
         _check.whole(name, bands, 1, self.most_bands, where)
 
-    def events_for(self, bands: int) -> tuple[Event, ...]:
-        """What the accountant must know of a strategy with these bands; the worst one counts.
+    def events_of(self, strategy: Strategy) -> tuple[Event, ...]:
+        """What the accountant must know of a strategy, step scales included; the worst one counts."""
+        levels = None
+        if self.amplified and not self.certified and isinstance(strategy, Scaled):
+            levels = levels_of(strategy.column_norms(), strategy.bands)
+        return self.events_for(strategy.bands, levels)
+
+    def events_for(self, bands: int, levels: Levels | None = None) -> tuple[Event, ...]:
+        """The same for any strategy with these bands whose columns have one norm.
 
         There are none where privacy depends on the strategy itself, and a certificate speaks for it.
         """
@@ -165,7 +172,9 @@ class Setup:
         if not self.amplified:
             return (one_release(self.adjacency),)
         assert self.examples is not None
-        return cyclic_poisson(self.steps, bands, self.batch_size, self.examples, self.adjacency, self.max_batch_size)
+        return cyclic_poisson(
+            self.steps, bands, self.batch_size, self.examples, self.adjacency, self.max_batch_size, levels
+        )
 
     @property
     def max_vectors(self) -> int | None:

@@ -81,6 +81,7 @@ def sampler_of(plan: AccountedPlan, key: Key, examples: int | None = None) -> Sa
     """As `sampler`, for training: its batches must be those that the plan's privacy was computed for."""
     batches = sampler(plan, key, examples)
     law = [getattr(batches, name, None) for name in ("cycle", "separation")]
-    if batches.events != plan.events or law != [plan.cycle, plan.separation]:
+    expected = tuple(event.of_sampling for event in plan.events)
+    if batches.events != expected or law != [plan.cycle, plan.separation]:
         raise ValueError("plan: its events are not those of its batches; make a new plan with bandmf.plan(...)")
     return batches

@@ -92,7 +92,7 @@ class Candidates:
         return self._note(strategy, error)
 
     def _note(self, strategy: Strategy, error: float) -> Candidate:
-        sigma = self.request.sigma(strategy.bands)
+        sigma = self.request.sigma(strategy)
         fits = self._fits(strategy.bands)
         candidate = Candidate(
             bands=strategy.bands,
