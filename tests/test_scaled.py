@@ -292,3 +292,38 @@ def test_a_candidate_says_that_it_has_step_scales():
     candidate = plan.candidates[0]._replace(scaled=True)
     assert candidate.name == "2 bands with step scales"
     assert candidate._replace(sampling="balls-in-bins", mechanism="blt").name == "BLT(2) with step scales in bins"
+
+
+# --- training -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unscaled", [BandedToeplitz([1.0, 0.5, 0.3], 12), BandedToeplitz([1.0], 12)], ids=str)
+def test_a_killed_run_with_step_scales_ends_with_the_weights_of_one_that_was_not(unscaled, tmp_path):
+    pytest.importorskip("torch")
+    from test_training_restart import killed, open_run
+    from training import simple_plan, train, weights
+
+    scaled = Scaled(unscaled, np.linspace(2, 0.5, 12))
+    plan = simple_plan(steps=12, examples=60, batch_size=10, strategy=scaled)
+    whole = train(open_run(None, plan))
+    first = train(open_run(tmp_path, plan), until=6)
+    killed(first)
+    resumed = train(open_run(tmp_path, plan))
+    assert_array_equal(weights(resumed.model), weights(whole.model))
+    plain = train(open_run(None, simple_plan(steps=12, examples=60, batch_size=10, strategy=unscaled)))
+    assert not np.array_equal(weights(plain.model), weights(whole.model))
+
+
+def test_training_in_jax_takes_step_scales_one_by_one_and_at_once():
+    pytest.importorskip("jax")
+    import jax_training as tiny
+    from training import simple_plan
+
+    scaled = Scaled(BandedToeplitz([1.0, 0.5, 0.3], tiny.STEPS), np.linspace(2, 0.5, tiny.STEPS))
+    plans = [
+        simple_plan(steps=tiny.STEPS, examples=tiny.EXAMPLES, batch_size=12, strategy=strategy)
+        for strategy in (scaled, scaled.strategy)
+    ]
+    found, unscaled = (tiny.weights_of(plan, at_once=5) for plan in plans)
+    assert_allclose(found, tiny.weights_of(plans[0]), rtol=0, atol=1e-6)
+    assert np.abs(found - unscaled).max() > 1e-3
