@@ -116,7 +116,7 @@ def test_a_cached_strategy_that_cannot_be_read_is_searched_again(answer, cached)
     plan, change = cached
     change("strategy of", lambda kept: answer)
     again = bandmf.plan(**QUICK, certify_seconds=10)
-    assert (again.sampling, again.strategy.inverse_bands) == ("balls-in-bins", 3)
+    assert (again.sampling, again.strategy.strategy.inverse_bands) == ("balls-in-bins", 3)
     assert again.rmse == pytest.approx(plan.rmse, rel=0.02)
 
 

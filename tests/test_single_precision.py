@@ -102,7 +102,8 @@ def test_a_banded_strategy_is_kept_and_one_beyond_float32_is_refused():
 def test_a_plan_whose_parameters_float32_does_not_hold_is_refused():
     """A file from elsewhere could have a certificate for a C that no engine has: delta was 1, not 1e-5."""
     plan = bandmf.plan(**SMALL, sampling="balls-in-bins", mechanism="blt")
-    other = BufferedToeplitz(upwards(plan.strategy.scales), plan.strategy.decays, plan.steps)
+    T = plan.strategy.strategy
+    other = Scaled(BufferedToeplitz(upwards(T.scales), T.decays, plan.steps), plan.strategy.scales)
     for changes in ({"strategy": other}, {"noise_multiplier": plan.certificate.sigma}):
         with pytest.raises(ValueError, match="float32 does not hold"):
             replace(plan, **changes)

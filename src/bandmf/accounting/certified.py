@@ -61,6 +61,8 @@ def margin(variance: float, bound: float, log_term: float, count: float) -> floa
     """
     log_term += math.log(len(BETS))
     bet = min(BETS[0] / bound, max(math.sqrt(2 * log_term / (count * max(variance, 1e-9))), BETS[-1] / bound))
+    if not count * bet > 0:  # weights without a bound
+        return math.inf
     return 1.1 * (log_term / (count * bet) + bet * variance / 2) + LUCK * math.sqrt(variance / count)
 
 

@@ -131,13 +131,13 @@ def partial_fractions(logs: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers
     """1 - lambda, 1 - mu (preceded by 0, the workload's pole), and the weights omega and W."""
     complements = np.exp(logs)
     a, b = complements[..., ::2], complements[..., 1::2]
-    omega = _residues(a, b)
+    omega = residues(a, b)
     # All factors of W_0 = prod(a) / prod(b) and W_j together: the poles of A C^-1 are 1 and mu.
     poles = np.concatenate([np.zeros_like(b[..., :1]), b], axis=-1)
-    return a, poles, omega, _residues(poles, a)
+    return a, poles, omega, residues(poles, a)
 
 
-def _residues(poles: Numbers, zeros: Numbers) -> Numbers:
+def residues(poles: Numbers, zeros: Numbers) -> Numbers:
     """prod_k (zero_k - pole_j) / prod_{k != j} (pole_k - pole_j), in complements."""
     above = zeros[..., None, :] - poles[..., :, None]
     below = poles[..., None, :] - poles[..., :, None]

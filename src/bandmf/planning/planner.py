@@ -16,7 +16,7 @@ from bandmf.planning.candidate import Candidate, Progress
 from bandmf.planning.plan import Plan
 from bandmf.planning.request import Request, checked_request, require_two_bands
 from bandmf.planning.search import bins, min_separation, redrawn
-from bandmf.planning.search.candidates import Candidates, normalization
+from bandmf.planning.search.candidates import Candidates, normalization, without_schedule
 from bandmf.planning.search.found import Found
 from bandmf.planning.setup import SAMPLINGS, no_bins, whole_cycle
 from bandmf.strategies import Strategy
@@ -25,6 +25,7 @@ from bandmf.workloads import Workload
 
 _LEAST_GAIN = 0.005  # of the error, for which "auto" takes more memory
 _OTHER_SIZE = 0.01  # relative difference of batch sizes that a plan mentions
+_MOST_EPSILON, _MOST_DELTA = 100.0, 0.01  # for which bins are considered unasked: budgets of any use are below
 MOST_BINS = 1024  # steps an epoch for which bins are considered unasked: with 2048 planning takes two minutes
 
 
@@ -318,9 +319,9 @@ def _obstacle(request: Request) -> str:
     if obstacle:
         return obstacle
     assert request.examples is not None
+    if (request.epsilon or 0.0) > _MOST_EPSILON or request.delta > _MOST_DELTA:
+        return f"is considered up to epsilon={_MOST_EPSILON:g} and delta={_MOST_DELTA:g}: samples show little beyond"
     cycle = whole_cycle(request.examples, request.batch_size, request.steps)
-    if request.workload.coefficients is None:
-        return f"has no strategies for the workload {request.workload.name!r}"
     if cycle > MOST_BINS:
         return f"takes long to account for {cycle} steps an epoch: ask for it by sampling='balls-in-bins'"
     return ""
@@ -358,8 +359,8 @@ def _unamplified(request: Request, progress: Progress | None) -> Plan:
 
 
 def _toeplitz(request: Request, bands: int) -> Strategy:
-    mode = normalization(bands)
-    return banded_toeplitz(request.steps, bands, workload=request.workload, normalize_columns=mode).strategy
+    workload, mode = without_schedule(request.workload), normalization(bands)
+    return banded_toeplitz(request.steps, bands, workload=workload, normalize_columns=mode).strategy
 
 
 def _build(

@@ -1,28 +1,28 @@
-"""Families of Toeplitz strategies with c >= 0, by unknowns that are free: any x is a member of the family.
+"""Families of Toeplitz strategies T with c >= 0, by unknowns that are free: any x is a member of the family.
 
-    InverseFamily     C^-1 = r,  r_0 = 1,  r_i = -exp(x_i) / (1 + sum_j exp(x_j)): all r_i < 0 and their sum is above
+    InverseFamily     T^-1 = r,  r_0 = 1,  r_i = -exp(x_i) / (1 + sum_j exp(x_j)): all r_i < 0 and their sum is above
                       -1, so that c = 1 / r has no negative coefficient and dies out
-    BufferedFamily    BLT by the gaps between the poles of C and C^-1 (optimize/buffered.py), scales above 0
-    BandedFamily      C = 1, exp(x_1), ..., exp(x_{b-1})
+    BufferedFamily    BLT by the gaps between the poles of T and T^-1 (optimize/buffered.py), scales above 0
+    BandedFamily      T = 1, exp(x_1), ..., exp(x_{b-1})
 
-Each knows the squared error of one unit of noise and c, with derivatives. Bins with c >= 0 need no absolute values.
+Each knows c, and the squared error of D^-1 T^-1 for any public gains 1 / d_t, with derivatives: tr(Q R R'), where R is
+T^-1 and Q_st = M_st / (d_s d_t) what noise costs (costs.py). Sampling with c >= 0 needs no absolute values.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from bandmf import _check
 from bandmf._types import FloatArray
-from bandmf.error.closed_form import BandedInverseError
-from bandmf.error.toeplitz import ToeplitzError
 from bandmf.error.toeplitz_response import divide_series
-from bandmf.optimize import arguments
 from bandmf.optimize.banded_inverse import chain_to_inverse
+from bandmf.optimize.bins.costs import Costs
+from bandmf.optimize.bins.lagged import lagged
 from bandmf.optimize.buffered import (
     COMPLEX_STEP,
     MOST_BUFFERS,
@@ -30,18 +30,23 @@ from bandmf.optimize.buffered import (
     from_logs,
     log1m,
     partial_fractions,
-    squared_error,
+    residues,
     to_logs,
 )
-from bandmf.optimize.objectives import Objective
-from bandmf.optimize.toeplitz import aggregate
 from bandmf.strategies import BandedInverse, BandedToeplitz, BufferedToeplitz, Strategy, banded_inverse_square_root
 from bandmf.strategies.square_root import square_root_coefficients
-from bandmf.workloads import Workload
 
 _FAINT = 1e-6  # a coefficient that a shorter start does not have: small, but not so small that it has no slope
-
+_UNSTABLE = 1e6  # a coefficient of T^-1: T is then beyond the edge of stability
 _DECAYS_NO_MORE = 1e3  # times n: a buffer that loses less than one part in this during the run
+
+
+class Error(NamedTuple):
+    """A squared error, with its derivatives by the unknowns and by the logarithms of the gains."""
+
+    value: float
+    by_x: FloatArray
+    by_log_gains: FloatArray
 
 
 class Family(Protocol):
@@ -59,12 +64,12 @@ class Family(Protocol):
         """The member with these unknowns."""
         ...
 
-    def squared_error(self, x: FloatArray) -> tuple[float, FloatArray]:
-        """The objective's squared error of one unit of noise, and its gradient."""
+    def squared_error(self, x: FloatArray, costs: Costs, gains: FloatArray) -> Error:
+        """Of one unit of noise."""
         ...
 
     def coefficients(self, x: FloatArray) -> FloatArray:
-        """c, the first column of C, at full length."""
+        """c, the first column of T, at full length."""
         ...
 
     def pull_back(self, x: FloatArray, slope: FloatArray) -> FloatArray:
@@ -72,17 +77,13 @@ class Family(Protocol):
         ...
 
 
-def family_named(name: str, size: int, workload: Workload, objective: str) -> Family:
-    """The family of this name: `size` bands of C^-1, buffers, or bands of C."""
-    largest = _check.choice("objective", objective, ("mean", "max")) == "max"
+def family_named(name: str, size: int, steps: int) -> Family:
+    """The family of this name: `size` bands of T^-1, buffers, or bands of T."""
     name = _check.choice("family", name, ("banded-inverse", "blt", "banded"))
     if name == "blt":
-        if not workload.is_prefix:
-            raise ValueError("workload: a BLT is optimized for prefix sums only; leave it out, or use another family")
-        return BufferedFamily(_check.whole("size", size, 1, MOST_BUFFERS), workload.steps, largest)
-    arguments.require_toeplitz(workload, normalized=False)
-    size = _check.whole("size", size, 1, workload.steps, f"steps={workload.steps}")
-    return InverseFamily(size, workload, largest) if name == "banded-inverse" else BandedFamily(size, workload, largest)
+        return BufferedFamily(_check.whole("size", size, 1, MOST_BUFFERS), steps)
+    size = _check.whole("size", size, 1, steps, f"steps={steps}")
+    return InverseFamily(size, steps) if name == "banded-inverse" else BandedFamily(size, steps)
 
 
 def _refuse(strategy: Strategy, kind: type[Strategy]) -> ValueError:
@@ -94,11 +95,10 @@ class InverseFamily:
     """C^-1 has `bands` coefficients r_0 = 1, r_i < 0, of sum above zero."""
 
     bands: int
-    workload: Workload
-    largest: bool = False
+    steps: int
 
     def starts(self) -> list[FloatArray]:
-        return [self.unknowns(banded_inverse_square_root(self.workload.steps, self.bands))]
+        return [self.unknowns(banded_inverse_square_root(self.steps, self.bands))]
 
     def unknowns(self, strategy: Strategy) -> FloatArray:
         if not isinstance(strategy, BandedInverse):
@@ -115,15 +115,14 @@ class InverseFamily:
         return np.append(1.0, -_shares(x))
 
     def strategy(self, x: FloatArray) -> Strategy:
-        return BandedInverse(self.inverse_coefficients(x), self.workload.steps)
+        return BandedInverse(self.inverse_coefficients(x), self.steps)
 
-    def squared_error(self, x: FloatArray) -> tuple[float, FloatArray]:
-        found = BandedInverseError(self.inverse_coefficients(x), self.workload)
-        value = found.maximum() if self.largest else found.mean()
-        return value, self._chain(x, found.gradient(self.largest))
+    def squared_error(self, x: FloatArray, costs: Costs, gains: FloatArray) -> Error:
+        value, by_r, by_log_gains = error_of_inverse(self.inverse_coefficients(x), costs, gains)
+        return Error(value, self._chain(x, by_r), by_log_gains)
 
     def coefficients(self, x: FloatArray) -> FloatArray:
-        return divide_series(np.eye(1, self.workload.steps)[0], self.inverse_coefficients(x))
+        return divide_series(np.eye(1, self.steps)[0], self.inverse_coefficients(x))
 
     def pull_back(self, x: FloatArray, slope: FloatArray) -> FloatArray:
         r = self.inverse_coefficients(x)
@@ -136,6 +135,17 @@ class InverseFamily:
         return shares * (shares @ by_r[1:] - by_r[1:])
 
 
+def error_of_inverse(r: FloatArray, costs: Costs, gains: FloatArray) -> Error:
+    """tr(Q R R') by the bands of Q, as many as r has coefficients; the derivatives are by r and the gains.
+
+    With time turned around, rows of R diag(gains) are columns.
+    """
+    products = lagged(r, gains[::-1], len(r))
+    band = costs.band(len(r))[::-1] * np.where(np.arange(len(r)), 2.0, 1.0)
+    by_r, by_log_gains = products.gradient(band)
+    return Error(float(np.vdot(band, products.table)), by_r[: len(r)], by_log_gains[::-1])
+
+
 def _shares(x: FloatArray) -> FloatArray:
     """exp(x_i) / (1 + sum_j exp(x_j)), without overflow."""
     top = max(0.0, float(x.max(initial=0.0)))
@@ -145,11 +155,10 @@ def _shares(x: FloatArray) -> FloatArray:
 
 @dataclass(frozen=True, eq=False)
 class BufferedFamily:
-    """BLTs with so many buffers on running sums."""
+    """BLTs with so many buffers."""
 
     buffers: int
     steps: int
-    largest: bool = False
 
     def starts(self) -> list[FloatArray]:
         ranges = [(low / (self.steps + 10), high) for low in (0.5, 5.0) for high in (0.3, 0.8, 0.99)]
@@ -170,10 +179,34 @@ class BufferedFamily:
         a, _, omega, _ = self._fractions(x)
         return BufferedToeplitz(np.real(omega), 1 - np.real(a), self.steps)
 
-    def squared_error(self, x: FloatArray) -> tuple[float, FloatArray]:
-        _, poles, _, weights = self._fractions(self._perturbed(x))
-        values = squared_error(weights, log1m(poles), self.steps, self.largest)
-        return float(values[0].real), values.imag / COMPLEX_STEP
+    def squared_error(self, x: FloatArray, costs: Costs, gains: FloatArray) -> Error:
+        """With r_u = sum_k w_k q_k^(u-1), and h_k(s) = sum_{u <= s} r_u q_k^u,
+
+        tr(Q R R') = sum_s Q_ss sum_{u <= s} r_u^2 + 2 sum_k w_k sum_{s < t} h_k(s) Q_st q_k^(t-s-1).
+        """
+        complements, w = self._inverse(self._perturbed(x))
+        q, w_now = 1 - complements[0].real, w[0].real
+        ages = np.arange(self.steps - 1)
+        powers = np.pad(np.exp(np.outer(log1m(complements[0]).real, ages)), ((0, 0), (1, 0)))  # q^(u-1), from u = 1 on
+        r = w_now @ powers
+        r[0] = 1.0
+        rising = powers * q[:, None]  # q^u
+        rising[:, 0] = 1.0
+        h = np.cumsum(r * rising, axis=1)
+        squares = np.cumsum(r**2)
+        noise = costs.diagonal * gains**2
+        sums = [costs.decaying(float(q[k]), h[k] * gains, gains) for k in range(self.buffers)]
+        value = float(noise @ squares) + 2 * sum(w_now[k] * found.value for k, found in enumerate(sums))
+        by_h = 2 * w_now[:, None] * gains * np.array([found.by_x for found in sums])
+        by_log_gains = 2 * noise * squares + np.sum(by_h * h, axis=0)
+        by_log_gains += 2 * gains * (w_now @ np.array([found.by_y for found in sums]))
+        later = np.cumsum(by_h[:, ::-1], axis=1)[:, ::-1]  # by r_u q^u
+        by_r = np.sum(later * rising, axis=0) + 2 * r * np.cumsum(noise[::-1])[::-1]
+        by_w = powers[:, 1:] @ by_r[1:] + 2 * np.array([found.value for found in sums])
+        lowered = np.pad(ages[1:] * powers[:, 1:-1], ((0, 0), (2, 0)))[:, : self.steps]  # (u - 1) q^(u-2)
+        by_q = w_now * (lowered @ by_r) + np.sum(later * r * np.arange(self.steps) * powers, axis=1)
+        by_q += 2 * w_now * np.array([found.by_q for found in sums])
+        return Error(value, (w.imag @ by_w - complements.imag @ by_q) / COMPLEX_STEP, by_log_gains)
 
     def coefficients(self, x: FloatArray) -> FloatArray:
         a, _, omega, _ = self._fractions(x)
@@ -189,6 +222,11 @@ class BufferedFamily:
 
     def _fractions(self, x: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers]:
         return partial_fractions(self._reach * np.expm1(to_logs(x) / self._reach))
+
+    def _inverse(self, x: Numbers) -> tuple[Numbers, Numbers]:
+        """1 - q and w of T^-1 = 1 + sum_k w_k x / (1 - q_k x)."""
+        a, poles, _, _ = self._fractions(x)
+        return poles[..., 1:], residues(poles[..., 1:], a)
 
     def _unbounded(self, logs: FloatArray) -> FloatArray:
         """The unknowns at given, sorted log(1 - pole)."""
@@ -211,8 +249,7 @@ class BandedFamily:
     """C has `bands` positive coefficients, the first of them one."""
 
     bands: int
-    workload: Workload
-    largest: bool = False
+    steps: int
 
     def starts(self) -> list[FloatArray]:
         return [np.log(square_root_coefficients(self.bands)[1:])]
@@ -227,19 +264,18 @@ class BandedFamily:
         return np.log(theta[1:])
 
     def strategy(self, x: FloatArray) -> Strategy:
-        return BandedToeplitz(self._theta(x), self.workload.steps, normalize_columns=False)
+        return BandedToeplitz(self._theta(x), self.steps, normalize_columns=False)
 
-    def squared_error(self, x: FloatArray) -> tuple[float, FloatArray]:
+    def squared_error(self, x: FloatArray, costs: Costs, gains: FloatArray) -> Error:
         theta = self._theta(x)
-        try:
-            found = ToeplitzError(theta, self.workload, normalize=False)
-        except ValueError:  # so near the edge of stability that its response does not settle
-            return math.inf, np.zeros_like(x)
-        value, head, beyond, tail = aggregate(found, Objective("last" if self.largest else "mean"))
-        return value, (found.gradient(head, beyond, tail) * theta)[1:]
+        r = divide_series(np.eye(1, self.steps)[0], theta)
+        if not np.abs(r).max() < _UNSTABLE:
+            return Error(math.inf, np.zeros_like(x), np.zeros_like(gains))
+        value, by_r, by_log_gains = error_of_inverse(r, costs, gains)
+        return Error(value, (chain_to_inverse(theta, r, by_r) * theta)[1:], by_log_gains)
 
     def coefficients(self, x: FloatArray) -> FloatArray:
-        return np.pad(self._theta(x), (0, self.workload.steps - self.bands))
+        return np.pad(self._theta(x), (0, self.steps - self.bands))
 
     def pull_back(self, x: FloatArray, slope: FloatArray) -> FloatArray:
         return slope[1 : self.bands] * np.exp(x)

@@ -7,7 +7,7 @@ model promises next to nothing more. The estimator is given: here nothing is kno
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -15,16 +15,18 @@ import numpy as np
 from bandmf import _check
 from bandmf._types import FloatArray
 from bandmf.error import mean_squared_error
-from bandmf.optimize.bins.families import Family, family_named
-from bandmf.optimize.bins.gram import gram
+from bandmf.optimize.bins.laws import FixedBins, gram
+from bandmf.optimize.bins.members import Members, members
 from bandmf.optimize.bins.model import Cut, Model
-from bandmf.optimize.descent import Outcome
+from bandmf.optimize.bins.shorter import shorter
+from bandmf.optimize.descent import Descent, Outcome
 from bandmf.optimize.solution import Clock, Solution
 from bandmf.strategies import Strategy
 from bandmf.workloads import Workload, workload_for
 
 _OTHER_STARTS = 2  # that are looked at where the first look fails
-_HALF_KNOWN = 24.0  # where to begin only: the epsilon at which half of T is on its diagonal
+_FEWEST = 16  # positions of a shorter problem, where a search begins
+_REWEIGHTINGS = 6  # of the steps, for the largest error
 
 
 class Estimate(Protocol):
@@ -80,15 +82,19 @@ def optimize_for_bins(
     workload: Workload | None = None,
     objective: str = "mean",
     start: Strategy | None = None,
+    scaled: bool = True,
     most_estimates: int = 8,
     tolerance: float = 2e-3,
 ) -> BinsSolution:
     """The best strategy of a family when every example joins one of `cycle` bins, the same in every epoch.
 
-    `family` is "banded-inverse" (`size` coefficients of C^-1, none but the first above zero), "blt" (`size` buffers) or
-    "banded" (`size` bands, none negative). `start` is a strategy to begin with: that of fewer bands or of another
-    epsilon saves estimates. The search ends when the model promises less than `tolerance`, relatively, or after
-    `most_estimates`.
+    `family` is "banded-inverse" (`size` coefficients of T^-1, none but the first above zero), "blt" (`size` buffers) or
+    "banded" (`size` bands, none negative). Unless `scaled` is False, C = T D with a scale for each step, on a smooth
+    curve. `objective` is what the squared errors of all steps count by: their "mean", the "last" or the "max".
+
+    `start` is a strategy to begin with: that of fewer bands or of another epsilon saves estimates. The search ends when
+    the model promises less than `tolerance`, relatively, or after `most_estimates`. Where an estimate fails, it goes
+    back towards the best strategy known.
 
     >>> from types import SimpleNamespace
     >>> def one_bin(gram, epsilon, delta):  # no amplification: sigma is the root of G times a constant
@@ -102,17 +108,24 @@ def optimize_for_bins(
     cycle = _check.whole("cycle", cycle, 1, workload.steps, f"steps={workload.steps}")
     epsilon = _check.real("epsilon", epsilon, 0, open_low=True)
     delta = _check.real("delta", delta, 0, 1, open_low=True, open_high=True)
-    members = family_named(family, size, workload, objective)
+    problem = _Problem(family, size, workload, cycle, objective, scaled)
     most_estimates = _check.whole("most_estimates", most_estimates, 2)
     tolerance = _check.real("tolerance", tolerance, 0)
-    search = _Search(members, cycle, epsilon, delta, estimate)
-    first = _guess(members, cycle, epsilon) if start is None else members.unknowns(start)
+    search = _Search(problem.members, problem.law, epsilon, delta, estimate)
+    first = problem.guess(epsilon) if start is None else search.model.members.unknowns(start)
     outcome, detail = search.run(first, most_estimates, tolerance)
     return search.solution(outcome, detail, workload, clock)
 
 
 def guess_for_bins(
-    family: str, steps: int, cycle: int, epsilon: float, *, size: int, workload: Workload | None = None
+    family: str,
+    steps: int,
+    cycle: int,
+    epsilon: float,
+    *,
+    size: int,
+    workload: Workload | None = None,
+    scaled: bool = True,
 ) -> Strategy:
     """Where `optimize_for_bins` begins: some percent from the best, in a fraction of its time, with no estimate.
 
@@ -122,8 +135,8 @@ def guess_for_bins(
     workload = workload_for(_check.whole("steps", steps), workload)
     cycle = _check.whole("cycle", cycle, 1, workload.steps, f"steps={workload.steps}")
     epsilon = _check.real("epsilon", epsilon, 0, open_low=True)
-    members = family_named(family, size, workload, "mean")
-    return members.strategy(_guess(members, cycle, epsilon))
+    problem = _Problem(family, size, workload, cycle, "mean", scaled)
+    return problem.members.strategy(problem.guess(epsilon))
 
 
 def _checked(found: Estimate, cycle: int) -> tuple[float, FloatArray]:
@@ -140,15 +153,38 @@ def _checked(found: Estimate, cycle: int) -> tuple[float, FloatArray]:
     return sigma, T
 
 
-def _guess(family: Family, cycle: int, epsilon: float) -> FloatArray:
-    """The best member for a plausible T, between an example found out and one in hiding.
+@dataclass(frozen=True)
+class _Problem:
+    """What is searched for, at some number of steps."""
 
-    At large epsilon the posterior is sure of the bin (T = I / b), at small epsilon it knows nothing (T = 1 / b^2).
-    """
-    known, starts = epsilon / (epsilon + _HALF_KNOWN), family.starts()
-    T = np.full((cycle, cycle), (1 - known) / cycle**2) + known / cycle * np.eye(cycle)
-    cut = Cut.at(family.coefficients(starts[0]), 1.0, T)
-    return Model(family, [cut]).minimize(starts)[0].x
+    family: str
+    size: int
+    workload: Workload
+    cycle: int
+    objective: str
+    scaled: bool
+
+    @property
+    def members(self) -> Members:
+        return members(self.family, self.size, self.workload, self.objective, self.scaled)
+
+    @property
+    def law(self) -> FixedBins:
+        return FixedBins.for_steps(self.cycle, self.workload.steps)
+
+    def shorter(self) -> _Problem | None:
+        """The same with half the positions; None where that is not known, or there would be too few."""
+        cycle = self.cycle // 2
+        steps = round(self.workload.steps * cycle / self.cycle)
+        if cycle < _FEWEST or steps < 4 * self.size or (workload := shorter(self.workload, steps)) is None:
+            return None
+        return replace(self, workload=workload, cycle=cycle)
+
+    def guess(self, epsilon: float) -> FloatArray:
+        """The best member for a plausible posterior, which the best one for fewer steps is near."""
+        found, fewer = self.members, self.shorter()
+        starts = found.starts() if fewer is None else found.afresh(fewer.guess(epsilon))
+        return Model(found, self.law, [Cut(self.law.plausible(epsilon), 1.0)]).minimize(starts)[0].x
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,9 +199,9 @@ class _Known:
 class _Search:
     """The members seen so far, and the model that follows from them."""
 
-    def __init__(self, family: Family, cycle: int, epsilon: float, delta: float, estimate: Estimator) -> None:
-        self.family, self.cycle, self.budget, self.estimate = family, cycle, (epsilon, delta), estimate
-        self.starts, self.known, self.model = family.starts(), list[_Known](), Model(family, [])
+    def __init__(self, found: Members, law: FixedBins, epsilon: float, delta: float, estimate: Estimator) -> None:
+        self.law, self.budget, self.estimate = law, (epsilon, delta), estimate
+        self.starts, self.known, self.model = found.starts(), list[_Known](), Model(found, law, [])
         self.promised, self.iterations, self.failed = -math.inf, 0, list[Exception]()
         self._reach = math.inf  # from the best member to the next: less where an estimate failed
 
@@ -187,8 +223,9 @@ class _Search:
             raise self.failed[0]
         while True:
             best, last = self.best, self.known[-1]
-            found = self.model.minimize([best.x, *([] if last is best else [last.x]), *self.starts])
-            lowest, self.starts = (found[0], [descent.x for descent in found])  # other minima may become the lowest
+            self.model = replace(self.model, near=np.log(self.model.members.parts(best.x)[1]))
+            found = self._minimize(self.model.members.afresh(best.x) + ([] if last is best else [last.x]))
+            lowest = found[0]
             self.promised = lowest.loss
             self.iterations += sum(descent.iterations for descent in found)
             judged = self.model.value(best.x)
@@ -215,19 +252,29 @@ class _Search:
 
     def _look_at(self, x: FloatArray) -> bool:
         """Estimate sigma at x and add what that says to the model; False where the estimate fails."""
-        c = self.family.coefficients(x)
+        members = self.model.members
+        c, d = members.parts(x)
         try:
-            found = self.estimate(gram(c, self.cycle), *self.budget)
+            found = self.estimate(gram(c, d, self.law.cycle).table, *self.budget)
         except (ValueError, ArithmeticError) as error:
             self.failed.append(error)
             return False
-        sigma, T = _checked(found, self.cycle)
-        self.model.cuts.append(Cut.at(c, sigma, T))
-        self.known.append(_Known(x, sigma, 0.5 * math.log(self.family.squared_error(x)[0]) + math.log(sigma)))
+        sigma, T = _checked(found, self.law.cycle)
+        self.model.cuts.append(Cut.at(self.law.products(c, d), sigma, self.law.weights(T)))
+        self.known.append(_Known(x, sigma, 0.5 * math.log(members.objective_error(x)) + math.log(sigma)))
         return True
 
+    def _minimize(self, starts: list[FloatArray]) -> list[Descent]:
+        """Where the model is lowest; for the largest error, with ever better weights of the steps."""
+        found = self.model.minimize(starts)
+        if self.model.members.objective == "max":
+            for _ in range(_REWEIGHTINGS):
+                self.model = replace(self.model, members=self.model.members.reweighted(found[0].x))
+                found = self.model.minimize([found[0].x])
+        return found
+
     def solution(self, outcome: Outcome, detail: str, workload: Workload, clock: Clock) -> BinsSolution:
-        best, strategy = self.best, self.family.strategy(self.best.x)
+        best, strategy = self.best, self.model.members.strategy(self.best.x)
         error = math.sqrt(mean_squared_error(strategy, workload=workload))
         less = f"the model promises {1 - math.exp(min(self.promised - best.value, 0.0)):.2%} less"
         return BinsSolution(

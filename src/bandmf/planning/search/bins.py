@@ -20,6 +20,7 @@ from bandmf.planning.search.found import Found
 from bandmf.planning.setup import whole_cycle
 from bandmf.strategies import Strategy
 from bandmf.strategies.base import InputRecurrence, OutputRecurrence
+from bandmf.strategies.scaled import unscaled
 
 BUFFERS = 4  # more gain less than a percent
 INVERSE_BANDS = 16
@@ -35,18 +36,18 @@ def in_bins(request: Request) -> Request:
 
 
 def families(request: Request) -> Iterator[tuple[str, int]]:
-    """(mechanism, size) of what is worth trying: what was asked for, or what fits workload and memory."""
+    """(mechanism, size) of what is worth trying: what was asked for, or what fits into memory."""
     asked, room, cycle = request.mechanism, request.max_vectors, request.cycle or 1
     if asked == "auto" and request.inverse_bands is not None:
         asked = "banded-inverse"
     asked = "banded" if request.bands is not None else asked
     room = request.steps if room is None else room
-    fits = request.workload.is_prefix and room >= BUFFERS
+    fits = room >= BUFFERS
     if asked == "blt" or (asked == "auto" and fits):
         yield "blt", BUFFERS
     inverse = request.inverse_bands or INVERSE_BANDS
     wanted = cycle <= _MANY_BINS or not fits
-    if asked == "banded-inverse" or (asked == "auto" and request.workload.coefficients is not None and wanted):
+    if asked == "banded-inverse" or (asked == "auto" and wanted):
         yield "banded-inverse", min(inverse, request.steps)
     if asked == "banded":
         yield "banded", request.bands or max(1, min(cycle, room + 1, MOST_BANDS))
@@ -99,7 +100,7 @@ def in_turn(results: list[Found], alike: float = 0.02) -> list[Found]:
 
 def _work(result: Found) -> float:
     """Time of one step's noise, in passes over a vector: a draw takes as long as six (measured on a GPU)."""
-    vectors, recurrence = result.candidate.vectors or 0, result.strategy.recurrence
+    vectors, recurrence = result.candidate.vectors or 0, unscaled(result.strategy).recurrence
     if isinstance(recurrence, InputRecurrence):
         return 6.0 * (result.candidate.bands - vectors) + vectors
     return 6.0 + (vectors if isinstance(recurrence, OutputRecurrence) else 2 * vectors)
@@ -155,13 +156,7 @@ def _samples(cycle: int) -> int:
 
 
 def check_mechanism(request: Request) -> None:
-    """A mechanism that was asked for must fit workload and memory; one sentence says what does not."""
-    if request.workload.coefficients is None and request.strategy is None:
-        raise _check.fail(
-            "workload", request.workload.name, "must be Toeplitz for balls-in-bins", "give a strategy= of your own"
-        )
-    if request.mechanism == "blt" and not request.workload.is_prefix:
-        raise _check.fail("mechanism", "blt", "is optimized for running sums only", "use 'banded-inverse'")
+    """A mechanism that was asked for must fit into memory; one sentence says what does not."""
     if request.mechanism == "blt" and request.max_vectors is not None and request.max_vectors < BUFFERS:
         raise _check.fail(
             "mechanism", "blt", f"needs memory for {BUFFERS} vectors", "use 'banded-inverse', which needs none"

@@ -20,6 +20,7 @@ from bandmf.planning.candidate import Candidate, Progress, mechanism_of
 from bandmf.planning.request import Request
 from bandmf.planning.setup import Setup
 from bandmf.strategies import BandedToeplitz, Strategy
+from bandmf.workloads import Workload, from_recipe, prefix
 
 if TYPE_CHECKING:
     from bandmf.planning.plan import Plan
@@ -38,7 +39,7 @@ def passed_over(plan: Plan, progress: Progress | None = None) -> tuple[Candidate
     The search takes large steps; for a picture, lines across them would be guesses.
     """
     families = {(c.sampling, c.mechanism) for c in plan.candidates if c.sampling != "balls-in-bins"}
-    if not plan.amplified or plan.epsilon == math.inf or plan.workload.coefficients is None:
+    if not plan.amplified or plan.epsilon == math.inf:
         return ()
     if families - {("cyclic-poisson", "banded")}:  # of other kinds there is nothing to put between
         return ()
@@ -63,11 +64,25 @@ def normalization(bands: int) -> str | bool:
     return "after" if bands <= _NORMALIZED_BANDS else False
 
 
+def without_schedule(workload: Workload) -> Workload:
+    """The Toeplitz workload that strategies are made for: of constant learning rates, and of the last weights.
+
+    Running sums where it is not known how the workload was made.
+    """
+    if workload.coefficients is not None or workload.recipe is None:
+        return workload if workload.coefficients is not None else prefix(workload.steps)
+    kind, given = workload.recipe
+    constant = {name: value for name, value in given.items() if name not in ("learning_rates", "averaging")}
+    found = from_recipe((kind, constant), workload.steps)
+    return prefix(workload.steps) if found.coefficients is None else found
+
+
 class Candidates:
     """All candidates for a request that were evaluated so far, each once."""
 
     def __init__(self, request: Request, progress: Progress | None = None) -> None:
         self.request, self._progress = request, progress
+        self._toeplitz = without_schedule(request.workload)
         self._evaluated: dict[int, Candidate] = {}
         self._strategies: dict[int, BandedToeplitz] = {}
 
@@ -117,24 +132,26 @@ class Candidates:
         request, options = self.request, dict[str, Any]()
         if bands > _POLISHED_BANDS:
             options["tolerance"] = 1e-6
-            if request.workload.limit is not None:
+            if self._toeplitz.limit is not None:
                 options["terms"] = min(request.steps, 8 * bands)
             near = min(self._strategies, key=lambda known: abs(math.log(known / bands)), default=1)
             if bands / 8 <= near <= 8 * bands:
                 options["start"] = stretch(self._strategies[near].coefficients, bands)
         options["normalize_columns"] = normalization(bands)
-        found = banded_toeplitz(request.steps, bands, workload=request.workload, **options)
+        found = banded_toeplitz(request.steps, bands, workload=self._toeplitz, **options)
         assert isinstance(found.strategy, BandedToeplitz)
+        if self._toeplitz is not request.workload:
+            return found.strategy, rmse(found.strategy, workload=request.workload)
         return found.strategy, found.rmse
 
     def polish(self, chosen: Candidate) -> tuple[Candidate, Strategy]:
         """The chosen candidate again, with the strategy of the very least error for its bands."""
-        request, bands = self.request, chosen.bands
-        options: dict[str, Any] = {"workload": request.workload}
+        bands = chosen.bands
+        options: dict[str, Any] = {"workload": self._toeplitz}
         if bands > _POLISHED_BANDS:
             options |= {"normalize_columns": normalization(bands), "tolerance": 1e-9}
             options["start"] = self._strategies[bands].coefficients
-        strategy = banded_toeplitz(request.steps, bands, **options).strategy
+        strategy = banded_toeplitz(self.request.steps, bands, **options).strategy
         return self.evaluate_strategy(strategy), strategy
 
     def _fits(self, bands: int) -> bool:

@@ -23,7 +23,7 @@ from bandmf.strategies import Strategy
 from bandmf.strategies.files import from_arrays, to_arrays
 from bandmf.strategies.single_precision import MARGIN, in_float32
 
-_SCHEME = 1  # raise it when the same question has another answer: old ones are then ignored
+_SCHEME = 2  # raise it when the same question has another answer: old ones are then ignored
 
 
 class Found(NamedTuple):

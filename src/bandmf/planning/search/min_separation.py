@@ -13,7 +13,7 @@ from bandmf.optimize import banded_toeplitz
 from bandmf.planning.candidate import Progress
 from bandmf.planning.request import Request
 from bandmf.planning.search import found
-from bandmf.planning.search.candidates import normalization
+from bandmf.planning.search.candidates import normalization, without_schedule
 from bandmf.planning.search.found import Found
 from bandmf.strategies import Strategy
 
@@ -55,7 +55,10 @@ class Search:
         if self._progress is not None:
             self._progress(f"estimating the noise of {bands} bands")
         solution = banded_toeplitz(
-            self.request.steps, bands, workload=self.request.workload, normalize_columns=normalization(bands)
+            self.request.steps,
+            bands,
+            workload=without_schedule(self.request.workload),
+            normalize_columns=normalization(bands),
         )
         return solution.strategy, self._sigma(solution.strategy)
 
