@@ -23,6 +23,7 @@ from bandmf.planning.explain import explain
 from bandmf.planning.labels import LABELS
 from bandmf.planning.search.candidates import passed_over
 from bandmf.planning.setup import Setup
+from bandmf.planning.spent import certified_after
 from bandmf.sampling import cycle_length
 from bandmf.sensitivities import sensitivity
 from bandmf.strategies import Identity, Scaled, Strategy
@@ -315,16 +316,20 @@ class Plan(Setup):
             return self.certificate.epsilon
         return max(accounting.confirmed(event, self.noise_multiplier, self.delta) for event in self.events)
 
-    def spent_after(self, steps: int) -> float:
-        """The epsilon of the first `steps` steps.
+    def spent_after(self, steps: int, progress: Progress | None = None) -> float:
+        """The epsilon of the first `steps` steps, at the plan's delta, for a number that is fixed beforehand.
 
-        Without amplification one release covers them all; where the whole run is certified, a part of it spends no
-        more.
+        A rule that looks at the run before it stops spends as much as the latest step at which it may stop: the plan's
+        epsilon, without a limit. Without amplification one release covers all steps. Where the whole run is certified,
+        so are a dozen parts of it, by samples of their own; between these, the next larger one counts. That takes up to
+        a minute, once for each plan, and is then cached; `progress` is told how far it is.
         """
         steps = _check.whole("steps", steps, 0, self.steps, f"the plan's steps={self.steps}")
         if steps == 0:
             return 0.0
-        if not self.amplified or self.certified:
+        if self.certified:
+            return certified_after(self, steps, progress)
+        if not self.amplified:
             return self.spent()
         so_far = [event.after(-(-steps // self.bands)) for event in self.events]
         return max(accounting.spent(event, self.noise_multiplier, self.delta) for event in so_far)
