@@ -23,7 +23,7 @@ from bandmf.accounting.bins.loss import added
 from bandmf.accounting.min_separation.loss import Loss
 
 _ROUNDS = 60
-_SLACK = 1e-9  # of a distance, for the rounding of the tangent
+_SLACK = 1e-9  # of a distance, beside the rounding of log L and of the normal
 
 
 class Likelihood(Protocol):
@@ -42,6 +42,11 @@ class Likelihood(Protocol):
         """log L, and the counts of which `means` makes its gradient."""
         ...
 
+    @property
+    def farthest(self) -> float:
+        """The most that |m_S| can be."""
+        ...
+
     def rounding(self, distance: float) -> float: ...
 
 
@@ -55,7 +60,9 @@ def half_space(loss: Likelihood, epsilon: float) -> HalfSpace | None:
         if s < 1e-12:
             break
         gap = epsilon + log_likelihood - float(normal @ x0)
-        slack = loss.rounding(float(np.linalg.norm(x0))) + _SLACK * (1 + abs(gap))
+        length = float(np.linalg.norm(x0))  # the posterior, and so the normal, errs as log L does
+        farthest = math.sqrt(loss.steps) + 10 + 2 * length  # x from x0
+        slack = loss.rounding(length) * (1 + 2 * loss.farthest * farthest) + _SLACK * (1 + abs(gap))
         distance = (gap - slack) / s - _SLACK
         if best is None or distance > best.distance * (1 + 1e-6):
             best = HalfSpace(normal, s, distance)

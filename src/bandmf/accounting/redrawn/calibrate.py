@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from bandmf import _check
-from bandmf.accounting.certified import FAILURE, LUCK, NotCertifiedError, samples_for
+from bandmf.accounting.certified import FAILURE, NotCertifiedError, margin, samples_with
 from bandmf.accounting.redrawn.certificate import Certificate, certify, most_samples
 from bandmf.accounting.redrawn.copies import Copies
 from bandmf.accounting.redrawn.divergences import ESTIMATE, add_sums, closed_add, seconds_per_sample
@@ -66,17 +66,21 @@ def calibrate(
         )
     start = time.perf_counter()
     loss = privacy_loss(strategy, found.sigma, cycle)
-    pace = seconds_per_sample(Copies(loss, found.copies), epsilon, workers)
+    pace, add_pace = seconds_per_sample(Copies(loss, found.copies), epsilon, workers)
     sigma, failed = 0.0, NotCertifiedError("no attempt was made")
     for attempt in range(1, _MOST_ATTEMPTS):
-        most = min(int(_USED * (seconds - (time.perf_counter() - start)) / pace), most_samples(loss.steps, loss.cycle))
+        left = _USED * (seconds - (time.perf_counter() - start))
+        most = min(int(left / pace), most_samples(loss.steps, loss.cycle))
         if most < _LEAST:
             break
-        aimed, samples = _aim(found, delta, most, math.log(2 / (FAILURE * delta / 2.0**attempt / 2)))
+        aimed, samples = _aim(found, delta, most, log_term := math.log(1 / (FAILURE * delta / 2.0**attempt / 2)))
         # After a failure, by what is missing, and a little; never by less than the plan for this attempt says.
         missing = math.log(max(failed.remove, failed.add) / delta) if math.isfinite(failed.remove) else 0.0
         sigma = max(aimed, sigma * math.exp(max(missing, 0.0) / abs(found.slope) + 0.002))
-        tell(f"attempt {attempt}: sigma={sigma:.5g}, {samples} samples, about {samples * pace:.0f} s")
+        add_most = max(int((left - samples * pace) / add_pace), samples)
+        add_samples = _add_samples(privacy_loss(strategy, sigma, cycle), epsilon, delta, add_most, log_term)
+        takes = samples * pace + add_samples * add_pace
+        tell(f"attempt {attempt}: sigma={sigma:.5g}, {samples + add_samples} samples, about {takes:.0f} s")
         try:
             return certify(
                 strategy,
@@ -87,7 +91,7 @@ def calibrate(
                 samples=samples,
                 seed=root + (attempt << 120),
                 copies=found.copies,
-                add_samples=_add_samples(privacy_loss(strategy, sigma, cycle), epsilon, delta, most),
+                add_samples=add_samples,
                 attempt=attempt,
                 workers=workers,
             )
@@ -101,31 +105,26 @@ def calibrate(
     )
 
 
-def _add_samples(loss: Loss, epsilon: float, delta: float, most: int) -> int:
+def _add_samples(loss: Loss, epsilon: float, delta: float, most: int, log_term: float) -> int:
     """Samples that show the add direction to be below what is allowed; 0 where that needs none."""
     allowed = delta * (1 - FAILURE)
     if closed_add(loss, epsilon) <= allowed:
         return 0
-    sampled = add_sums(loss, epsilon, _LEAST, 0, stream=ESTIMATE)
+    sampled = add_sums(loss, epsilon, 2 * _LEAST, 0, stream=ESTIMATE)
     if sampled is None:
         return 0
     sums, bound = sampled
-    mean = max(sums.mean, 1e-3 * allowed)
-    log_term = math.log(2 / (FAILURE * delta / 4)) + 1  # one more attempt's share
-    needed = samples_for((math.sqrt(sums.variance) / mean) ** 2, bound / mean, max(allowed / mean - 1, 0.01), log_term)
-    return min(
-        max(int(1.5 * needed), _LEAST), 4 * most, most_samples(loss.steps, loss.cycle)
-    )  # cheaper than the others
+    mean = max(sums.mean + sums.standard_error, 1e-3 * allowed)
+    room = max(allowed / mean - 1, 0.01)
+    needed = samples_with((math.sqrt(sums.variance) / mean) ** 2, bound / mean, room, log_term)
+    return min(max(int(1.5 * needed), _LEAST), most, most_samples(loss.steps, loss.cycle))
 
 
 def _aim(found: Estimate, delta: float, most: int, log_term: float) -> tuple[float, int]:
     """Sigma to certify, and samples."""
     allowed = delta * (1 - FAILURE)
-    wanted = samples_for(found.relative_variance, found.relative_bound, allowed / (_AIM * delta) - 1, log_term)
+    wanted = samples_with(found.relative_variance, found.relative_bound, allowed / (_AIM * delta) - 1, log_term)
     samples = min(max(int(wanted), _LEAST), most)
-    # With these samples: t + (sqrt(2 l) + LUCK) t sqrt(variance / n) + 7 B l / (3 n) = allowed.
-    tail = 7 / 3 * log_term * found.relative_bound * delta / samples
-    spread = (math.sqrt(2 * log_term) + LUCK) * math.sqrt(found.relative_variance / samples)
-    aim = max((allowed - tail) / (1 + spread), 1e-3 * delta)
+    aim = max(allowed / (1 + margin(found.relative_variance, found.relative_bound, log_term, samples)), 1e-3 * delta)
     rise = math.log(delta / aim) / abs(found.slope) + _PILOT_LUCK * found.relative_standard_error
     return found.sigma * math.exp(rise), samples

@@ -27,6 +27,7 @@ def remove_sums(
         seed,
         stream,
         workers,
+        proposal.bound(epsilon),
     )
 
 
@@ -37,6 +38,7 @@ def add_sums(
     side = half_space(loss, epsilon)
     if side is None:
         return None
+    bound = side.bound(loss.rounding(side.distance))
     sums = sample_sums(
         lambda generator, rows: sample_add(side, loss, epsilon, generator, rows),
         samples,
@@ -44,8 +46,9 @@ def add_sums(
         seed,
         stream,
         workers,
+        bound,
     )
-    return sums, side.bound(loss.rounding(side.distance))
+    return sums, bound
 
 
 def closed_add(loss: Loss, epsilon: float) -> float:
@@ -81,13 +84,15 @@ def best_copies(loss: Loss, epsilon: float, near: int = 2) -> Copies:
     return Copies(loss, best) if found is None else found  # the error where even two overflow
 
 
-def seconds_per_sample(proposal: Copies, epsilon: float, workers: int | None = None) -> float:
-    """Of a sample of each direction, by the clock."""
-    samples = 2**12
-    start = time.perf_counter()
+def seconds_per_sample(proposal: Copies, epsilon: float, workers: int | None = None) -> tuple[float, float]:
+    """Of a sample of the remove and of the add direction, by the clock."""
+    samples = max(512, min(2**13, 2**23 // proposal.loss.steps))
+    times = [time.perf_counter()]
     remove_sums(proposal, epsilon, samples, 0, workers, CLOCK)
+    times.append(time.perf_counter())
     add_sums(proposal.loss, epsilon, samples, 0, workers, CLOCK)
-    return (time.perf_counter() - start) / samples
+    times.append(time.perf_counter())
+    return (times[1] - times[0]) / samples, (times[2] - times[1]) / samples
 
 
 def width(loss: Loss) -> int:

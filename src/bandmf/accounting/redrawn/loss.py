@@ -184,11 +184,12 @@ class Loss:
 
         A product of length m errs by m 2^-53 times the norms; the norm of the noise is below sqrt(n) + 10 but for a
         probability below 1e-20. Every epoch has one position, with a product, an exponential and an overlap, and a
-        mean over b positions.
+        mean over b positions. What underflows is too small to count, as no overlap is above _LARGEST_NORM^2.
         """
         length = math.sqrt(self.steps) + 10 + distance
         root, tail = math.sqrt(float(self.squares.max())), float(np.linalg.norm(self.tail))
-        one = (self.products_of.width + self.cycle + 16) * root * (length + root + tail) + self.cycle + 16
+        size = self.products_of.width + self.cycle + self.epochs + 16
+        one = size * root * (length + root + tail) + self.cycle + 16
         return 4 * (self.epochs * one + (self.steps + 16) * tail * (length + tail)) * _ROUNDING
 
 
