@@ -73,10 +73,10 @@ def test_the_tests_that_the_guarantees_name_are_there():
 
 
 def test_all_pages_together_are_short_enough_to_be_read():
-    """Words have a letter or a digit; the lines between the cells of tables do not count."""
-    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    """Words have a letter or a digit; the lines between the cells of tables do not count, and neither do proofs."""
+    pages = {ROOT / "README.md", *(ROOT / "docs").rglob("*.md")} - {ROOT / "docs" / "balls-in-bins-proof.md"}
     words = [word for path in pages for word in path.read_text().split() if re.search(r"\w", word)]
-    assert len(words) < 30_000
+    assert len(words) < 25_000
 
 
 def long_lines(page):
