@@ -49,6 +49,7 @@ def _bits(dtype: Any) -> int:
     return (jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo)(dtype).bits
 
 
+@jax.jit  # traced once for arrays of a shape
 def _sums(bits: Array, seeds: Array) -> Array:
     place = _places(bits.shape)
     terms = tuple(_mixed(bits ^ _mixed(place + seeds[k])) for k in range(WORDS))
