@@ -180,3 +180,22 @@ def test_a_blt_with_decay_is_planned():
 def test_what_cannot_be_honored_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         bandmf.plan(**SMALL, **changes)
+
+
+# --- training in JAX (PyTorch: test_training_bins.py) -------------------------------------------------------
+
+
+@pytest.mark.long
+def test_jax_trains_with_these_batches_and_goes_on_within_an_epoch(plan, monkeypatch, tmp_path):
+    tiny, asked = pytest.importorskip("jax_training"), []
+    batch = RedrawnBins.batch
+    monkeypatch.setattr(RedrawnBins, "batch", lambda self, step: asked.append(step) or batch(self, step))
+    data = tiny.data(plan.examples)
+    whole = tiny.weights_of(plan, data=data)
+    assert set(asked) == set(range(plan.steps))
+    with tiny.training(plan, data=data, folder=tmp_path, save_every=1) as first:
+        tiny.trained(first, until=14)  # the second epoch has the steps 11 to 20
+    asked.clear()
+    again = tiny.weights_of(plan, data=data, folder=tmp_path, at_once=4)
+    assert min(asked) >= 13
+    np.testing.assert_allclose(again, whole, rtol=0, atol=1e-6)
