@@ -329,7 +329,7 @@ def test_plausible_posteriors_have_the_form_of_the_table():
             T = law.plausible(epsilon)
             assert T.shape == law.products(np.ones(20), np.ones(20)).table.shape
             assert T.min() >= 0
-    weights = RedrawnBins(6, 20, 12).of_steps(np.ones((20, 12)))
+    weights = RedrawnBins(6, 20, 12).weights(np.ones((20, 12)))
     assert weights.sum() == pytest.approx(20 + 2 * sum(20 - lag for lag in range(1, 12)))
 
 
@@ -397,6 +397,21 @@ def test_without_amplification_the_search_finds_what_the_other_optimizers_find(n
     known = optimizer(128, size, participation=FixedEpochs(epochs))
     options = {"estimate": first_bin_only, "tolerance": 1e-7, "scaled": False}
     found = optimize_for_bins(name, 128, 128 // epochs, 1.0, 1e-6, size=size, **options)
+    assert found.converged, found.message
+    assert found.rmse == pytest.approx(known.rmse, rel=1e-5)
+
+
+def first_step_only(strategy, cycle, epsilon, delta):
+    """As if everybody knew that the example takes part in step 0 alone."""
+    T = np.zeros((strategy.steps, 3))
+    T[0, 0] = 1.0
+    return SimpleNamespace(sigma=float(strategy.column_norms()[0]), posterior=T)
+
+
+def test_redrawn_bins_are_searched_by_the_strategy_itself():
+    known = optimize.banded_toeplitz(64, 8, normalize_columns=False)
+    options = {"estimate": first_step_only, "tolerance": 1e-7, "scaled": False, "redrawn": True}
+    found = optimize_for_bins("banded", 64, 16, 1.0, 1e-6, size=8, **options)
     assert found.converged, found.message
     assert found.rmse == pytest.approx(known.rmse, rel=1e-5)
 

@@ -394,6 +394,16 @@ def test_nonsense_gets_one_clear_sentence(given, message):
     assert "\n" not in str(caught.value)
 
 
+def test_a_strategy_for_bins_redrawn_every_epoch_is_found():
+    """Against one that was made for fixed bins."""
+    asked = {**QUICK, "sampling": "balls-in-bins-redrawn", "certify_seconds": 5}
+    found = bandmf.plan(**asked)
+    assert (found.sampling, found.mechanism, found.vectors) == ("balls-in-bins-redrawn", "banded-inverse", 0)
+    fixed = bandmf.plan(**QUICK).strategy
+    given = {name: value for name, value in asked.items() if name not in ("mechanism", "inverse_bands")}
+    assert found.rmse < 1.01 * bandmf.plan(**given, strategy=fixed).rmse
+
+
 # --- schedules ----------------------------------------------------------------------------------------
 
 

@@ -85,7 +85,7 @@ def plan(
         noise_multiplier: Fixes the noise in place of `epsilon`, together with `bands` or `strategy`; `plan.epsilon`
             then says what it costs.
         sampling: "cyclic-poisson" (the paper's), "balls-in-bins" (each example once an epoch, at a secret place of its
-            own), "balls-in-bins-redrawn" (at a fresh one in every epoch; needs `strategy`), "b-min-sep" (each joins at
+            own), "balls-in-bins-redrawn" (at a fresh one in every epoch), "b-min-sep" (each joins at
             random, never twice within `bands` steps), or "auto": balls-in-bins where that is certified to have less
             error, else cyclic Poisson; `plan.choice` says why.
         mechanism: "banded", for balls-in-bins also "blt" (4 vectors of noise) or "banded-inverse" (none, at as many
@@ -254,8 +254,8 @@ def _other_size(asked: float, planned: float) -> str:
 
 
 def _redrawn(request: Request, asked: float, seconds: float, progress: Progress | None) -> Plan:
-    """The plan with bins redrawn every epoch, for a strategy that is given; an error without a certificate."""
-    guess = redrawn.given(request, progress)
+    """The best plan with bins redrawn every epoch; an error without a certificate."""
+    guess = redrawn.search(request, progress)
     chosen, certificate = redrawn.certified(request, guess, seconds, progress)
     choice = _other_size(asked, request.batch_size).removeprefix("; ")
     return _build(request, _with([guess], chosen), *chosen, certificate=certificate, choice=choice)

@@ -222,8 +222,8 @@ class RedrawnBins:
         """E[p_{t-r} p_t] at [t, r] as weights of the table: off the diagonal each stands for two."""
         return posterior * np.where(np.arange(posterior.shape[1]), 2.0, 1.0)
 
-    def of_steps(self, posterior: FloatArray) -> FloatArray:
-        """The weights of a posterior that has E[p_s p_{s+r}] at [s, r]."""
+    def weights(self, posterior: FloatArray) -> FloatArray:
+        """Of E[p_s p_{s+r}] at [s, r]."""
         n, width = posterior.shape
         by_later = np.zeros((self.steps, self.width))
         for lag in range(min(width, self.width, n)):

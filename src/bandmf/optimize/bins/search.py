@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from bandmf import _check
 from bandmf._types import FloatArray
 from bandmf.error import mean_squared_error
-from bandmf.optimize.bins.laws import FixedBins, gram
+from bandmf.optimize.bins.laws import FixedBins, RedrawnBins, gram
 from bandmf.optimize.bins.members import Members, members
 from bandmf.optimize.bins.model import Cut, Model
 from bandmf.optimize.bins.shorter import shorter
@@ -24,6 +24,7 @@ from bandmf.optimize.solution import Clock, Solution
 from bandmf.strategies import Strategy
 from bandmf.workloads import Workload, workload_for
 
+Bins = FixedBins | RedrawnBins
 _OTHER_STARTS = 2  # that are looked at where the first look fails
 _FEWEST = 16  # positions of a shorter problem, where a search begins
 _REWEIGHTINGS = 6  # of the steps, for the largest error
@@ -47,12 +48,13 @@ class Estimate(Protocol):
 
 
 class Estimator(Protocol):
-    """(G, epsilon, delta) -> Estimate; the same draws for every G make estimates comparable.
+    """(G, epsilon, delta) -> Estimate; for bins that are drawn anew (strategy, cycle, epsilon, delta) -> Estimate.
 
-    A ValueError or an ArithmeticError says that there is no estimate for this G; the search then goes back.
+    The same draws for every strategy make estimates comparable. A ValueError or an ArithmeticError says that there is
+    no estimate for this one; the search then goes back.
     """
 
-    def __call__(self, gram: FloatArray, epsilon: float, delta: float, /) -> Estimate: ...
+    def __call__(self, *given: Any) -> Estimate: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +85,7 @@ def optimize_for_bins(
     objective: str = "mean",
     start: Strategy | None = None,
     scaled: bool = True,
+    redrawn: bool = False,
     most_estimates: int = 8,
     tolerance: float = 2e-3,
 ) -> BinsSolution:
@@ -90,7 +93,8 @@ def optimize_for_bins(
 
     `family` is "banded-inverse" (`size` coefficients of T^-1, none but the first above zero), "blt" (`size` buffers) or
     "banded" (`size` bands, none negative). Unless `scaled` is False, C = T D with a scale for each step, on a smooth
-    curve. `objective` is what the squared errors of all steps count by: their "mean", the "last" or the "max".
+    curve. With `redrawn`, every example draws a bin anew in each epoch. `objective` is what the squared errors of all
+    steps count by: their "mean", the "last" or the "max".
 
     `start` is a strategy to begin with: that of fewer bands or of another epsilon saves estimates. The search ends when
     the model promises less than `tolerance`, relatively, or after `most_estimates`. Where an estimate fails, it goes
@@ -108,7 +112,7 @@ def optimize_for_bins(
     cycle = _check.whole("cycle", cycle, 1, workload.steps, f"steps={workload.steps}")
     epsilon = _check.real("epsilon", epsilon, 0, open_low=True)
     delta = _check.real("delta", delta, 0, 1, open_low=True, open_high=True)
-    problem = _Problem(family, size, workload, cycle, objective, scaled)
+    problem = _Problem(family, size, workload, cycle, objective, scaled, redrawn)
     most_estimates = _check.whole("most_estimates", most_estimates, 2)
     tolerance = _check.real("tolerance", tolerance, 0)
     search = _Search(problem.members, problem.law, epsilon, delta, estimate)
@@ -135,17 +139,17 @@ def guess_for_bins(
     workload = workload_for(_check.whole("steps", steps), workload)
     cycle = _check.whole("cycle", cycle, 1, workload.steps, f"steps={workload.steps}")
     epsilon = _check.real("epsilon", epsilon, 0, open_low=True)
-    problem = _Problem(family, size, workload, cycle, "mean", scaled)
+    problem = _Problem(family, size, workload, cycle, "mean", scaled, False)
     return problem.members.strategy(problem.guess(epsilon))
 
 
-def _checked(found: Estimate, cycle: int) -> tuple[float, FloatArray]:
+def _checked(found: Estimate, cycle: int | None) -> tuple[float, FloatArray]:
     """sigma and T, if they can be what the search needs."""
     sigma = _check.real("sigma of the estimator", found.sigma, 0, open_low=True)
     if found.posterior is None:
         raise ValueError("posterior of the estimator: there is none; ask for it (functools.partial, posterior=True)")
     T = _check.array("posterior of the estimator", found.posterior, 2)
-    if T.shape != (cycle, cycle) or T.min() < 0 or not T.max() > 0:
+    if (cycle is not None and T.shape != (cycle, cycle)) or T.min() < 0 or not T.max() > 0:
         raise ValueError(
             f"posterior of the estimator: must be {cycle} x {cycle} products of probabilities, not of shape {T.shape} "
             f"with entries from {T.min():g} to {T.max():g}"
@@ -163,13 +167,16 @@ class _Problem:
     cycle: int
     objective: str
     scaled: bool
+    redrawn: bool
 
     @property
     def members(self) -> Members:
         return members(self.family, self.size, self.workload, self.objective, self.scaled)
 
     @property
-    def law(self) -> FixedBins:
+    def law(self) -> Bins:
+        if self.redrawn:
+            return RedrawnBins(self.cycle, self.workload.steps, min(2 * self.cycle, self.workload.steps))
         return FixedBins.for_steps(self.cycle, self.workload.steps)
 
     def shorter(self) -> _Problem | None:
@@ -199,7 +206,9 @@ class _Known:
 class _Search:
     """The members seen so far, and the model that follows from them."""
 
-    def __init__(self, found: Members, law: FixedBins, epsilon: float, delta: float, estimate: Estimator) -> None:
+    def __init__(
+        self, found: Members, law: FixedBins | RedrawnBins, epsilon: float, delta: float, estimate: Estimator
+    ) -> None:
         self.law, self.budget, self.estimate = law, (epsilon, delta), estimate
         self.starts, self.known, self.model = found.starts(), list[_Known](), Model(found, law, [])
         self.promised, self.iterations, self.failed = -math.inf, 0, list[Exception]()
@@ -252,15 +261,18 @@ class _Search:
 
     def _look_at(self, x: FloatArray) -> bool:
         """Estimate sigma at x and add what that says to the model; False where the estimate fails."""
-        members = self.model.members
+        members, law = self.model.members, self.law
         c, d = members.parts(x)
         try:
-            found = self.estimate(gram(c, d, self.law.cycle).table, *self.budget)
+            if isinstance(law, RedrawnBins):
+                found = self.estimate(members.strategy(x), law.cycle, *self.budget)
+            else:
+                found = self.estimate(gram(c, d, law.cycle).table, *self.budget)
         except (ValueError, ArithmeticError) as error:
             self.failed.append(error)
             return False
-        sigma, T = _checked(found, self.law.cycle)
-        self.model.cuts.append(Cut.at(self.law.products(c, d), sigma, self.law.weights(T)))
+        sigma, T = _checked(found, None if isinstance(law, RedrawnBins) else law.cycle)
+        self.model.cuts.append(Cut.at(law.products(c, d), sigma, law.weights(T)))
         self.known.append(_Known(x, sigma, 0.5 * math.log(members.objective_error(x)) + math.log(sigma)))
         return True
 
