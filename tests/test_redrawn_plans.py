@@ -170,7 +170,6 @@ def test_a_blt_with_decay_is_planned():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({}, "strategy=None: must be given"),
         ({"strategy": MINE, "adjacency": "replace"}, "not against adjacency='replace'"),
         ({"strategy": MINE, "max_batch_size": 9}, "max_batch_size=9"),
         ({"strategy": MINE, "mechanism": "blt"}, "has no meaning"),

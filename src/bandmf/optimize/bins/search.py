@@ -25,6 +25,7 @@ from bandmf.strategies import Strategy
 from bandmf.workloads import Workload, workload_for
 
 Bins = FixedBins | RedrawnBins
+_LUCK = 0.01  # of an estimate
 _OTHER_STARTS = 2  # that are looked at where the first look fails
 _FEWEST = 16  # positions of a shorter problem, where a search begins
 _REWEIGHTINGS = 6  # of the steps, for the largest error
@@ -216,8 +217,10 @@ class _Search:
 
     @property
     def best(self) -> _Known:
-        """By all cuts, not its own alone: of several noisy estimates, the lowest was lucky."""
-        return min(self.known, key=lambda known: self.model.value(known.x))
+        """By all cuts, of those with about the lowest estimate: the very lowest was lucky, and cuts can be wrong."""
+        lowest = min(known.value for known in self.known)
+        close = [known for known in self.known if known.value <= lowest + _LUCK]
+        return min(close, key=lambda known: self.model.value(known.x))
 
     @property
     def _looks(self) -> int:
