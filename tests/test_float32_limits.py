@@ -246,8 +246,8 @@ def test_positions_far_below_the_largest_entry_keep_their_weight():
     copies = Copies(privacy_loss(np.diag([1.0, 1e-6, 1e-6]), 0.012), 3)
     assert copies.loss.largest > 5_000
     assert np.isfinite(copies.log_scale)
-    assert np.all(np.diff(copies._others) > -1e-15)
-    small = copies._others[3:6] - 1  # hub 1: its row is nearly uniform
+    assert np.all(np.diff(copies.hubs._others) > -1e-15)
+    small = copies.hubs._others[3:6] - 1  # hub 1: its row is nearly uniform
     np.testing.assert_allclose(small, [1 / 3, 2 / 3, 1], atol=0.01)
 
 

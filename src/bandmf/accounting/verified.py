@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from bandmf import _cache
-from bandmf._types import FloatArray
 from bandmf.accounting import bins, min_separation, redrawn
 from bandmf.strategies.base import Strategy
 
@@ -37,7 +36,7 @@ def subject(certificate: Certificate, strategy: Strategy) -> Any:
     return strategy
 
 
-def verify_once(certificate: Certificate, of: FloatArray | Strategy, workers: int | None = None) -> None:
+def verify_once(certificate: Certificate, of: bins.Gram | Strategy, workers: int | None = None) -> None:
     """`certificate.verify(of)`, unless that was done on this machine; NotCertifiedError where it does not hold.
 
     Guarantees: remembered is the very certificate with the very matrix, every digit of both.
@@ -62,13 +61,16 @@ def _announced(certificate: Certificate) -> Iterator[None]:
         timer.cancel()
 
 
-def remember(certificate: Certificate, of: FloatArray | Strategy) -> None:
+def remember(certificate: Certificate, of: bins.Gram | Strategy) -> None:
     """For a certificate that was computed here a moment ago: `verify` would compute the same again."""
     _cache.remember(_KIND, _question(certificate, of), True)
 
 
-def _question(certificate: Certificate, of: FloatArray | Strategy) -> dict[str, Any]:
-    numbers = of.columns() if isinstance(of, Strategy) else np.asarray(of)
+def _question(certificate: Certificate, of: bins.Gram | Strategy) -> dict[str, Any]:
+    if isinstance(of, bins.LongGram):
+        numbers = of.numbers
+    else:
+        numbers = of.columns() if isinstance(of, Strategy) else of
     digest = hashlib.sha256(np.ascontiguousarray(numbers, dtype="<f8").tobytes()).hexdigest()
     kind = type(certificate).__module__.split(".")[-2]
     return {"kind": kind, "certificate": certificate.to_dict(), "of": digest, "scheme": _SCHEME}

@@ -10,7 +10,10 @@ True
 from bandmf.accounting.bins.calibrate import calibrate
 from bandmf.accounting.bins.certificate import Certificate, certify
 from bandmf.accounting.bins.estimate import Estimate, estimate
-from bandmf.accounting.bins.gram import gram_matrix
+from bandmf.accounting.bins.long import Gram, LongGram, gram_matrix, long_gram
 from bandmf.accounting.certified import NotCertifiedError
 
-__all__ = ["Certificate", "Estimate", "NotCertifiedError", "calibrate", "certify", "estimate", "gram_matrix"]
+__all__ = [
+    "Certificate", "Estimate", "Gram", "LongGram", "NotCertifiedError", "calibrate", "certify", "estimate",
+    "gram_matrix", "long_gram",
+]  # fmt: skip

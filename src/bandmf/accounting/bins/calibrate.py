@@ -13,14 +13,12 @@ import time
 from collections.abc import Callable
 
 from bandmf import _check
-from bandmf._types import FloatArray
 from bandmf.accounting.bins.certificate import Certificate, certify, most_samples
 from bandmf.accounting.bins.copies import Copies
 from bandmf.accounting.bins.divergences import add_sums, seconds_per_sample
 from bandmf.accounting.bins.estimate import Estimate, estimate
-from bandmf.accounting.bins.gram import checked_gram
 from bandmf.accounting.bins.half_space import half_space
-from bandmf.accounting.bins.loss import law
+from bandmf.accounting.bins.long import Gram, checked, law_of
 from bandmf.accounting.certified import FAILURE, NotCertifiedError, margin, samples_with
 
 _AIM = 0.94  # of delta
@@ -31,7 +29,7 @@ _MOST_ATTEMPTS = 20
 
 
 def calibrate(
-    gram: FloatArray,
+    gram: Gram,
     epsilon: float,
     delta: float,
     *,
@@ -54,7 +52,7 @@ def calibrate(
     >>> 4.2247 < certificate.sigma < 4.27, certificate.delta
     (True, 1e-06)
     """
-    gram = checked_gram(gram)
+    gram = checked(gram)
     seconds = _check.real("seconds", seconds, 0, open_low=True)
     root = secrets.randbits(120) if seed is None else _check.whole("seed", seed, 0, 2**120 - 1)
     tell = progress or (lambda text: None)
@@ -63,7 +61,7 @@ def calibrate(
     if pilot.add >= 1:
         raise _no_half_space(gram, pilot.sigma, epsilon, delta)
     start = time.perf_counter()
-    pace, add_pace = seconds_per_sample(Copies(law(gram).at(pilot.sigma), pilot.pilot.copies), epsilon, workers)
+    pace, add_pace = seconds_per_sample(Copies(law_of(gram).at(pilot.sigma), pilot.pilot.copies), epsilon, workers)
     sigma, failed = 0.0, NotCertifiedError("no attempt was made")
     for attempt in range(1, _MOST_ATTEMPTS):
         left = seconds - (time.perf_counter() - start)
@@ -100,13 +98,13 @@ def calibrate(
     )
 
 
-def _pilot_samples(gram: FloatArray) -> int:
+def _pilot_samples(gram: Gram) -> int:
     """Fewer where each takes longer: a second or so at 128 positions, half a minute at 2048."""
-    return min(max(2**21 // len(gram), 2**11), 2**14)
+    return min(max(2**21 // len(gram), 2**10), 2**14)
 
 
 def _aim(
-    gram: FloatArray, pilot: Estimate, epsilon: float, delta: float, most: int, log_term: float
+    gram: Gram, pilot: Estimate, epsilon: float, delta: float, most: int, log_term: float
 ) -> tuple[float, int, int]:
     """Sigma to certify, and samples for both directions."""
     shown, allowed = pilot.pilot, delta * (1 - FAILURE)
@@ -118,9 +116,9 @@ def _aim(
     return sigma, samples, _add_samples(gram, sigma, epsilon, allowed, samples, log_term)
 
 
-def _add_samples(gram: FloatArray, sigma: float, epsilon: float, allowed: float, most: int, log_term: float) -> int:
+def _add_samples(gram: Gram, sigma: float, epsilon: float, allowed: float, most: int, log_term: float) -> int:
     """Samples that show the add direction to be below what is allowed; 0 where that needs none."""
-    loss = law(gram).at(sigma)
+    loss = law_of(gram).at(sigma)
     side = half_space(loss, epsilon)
     if side is None or side.deterministic_bound() <= allowed:
         return 0
@@ -133,9 +131,10 @@ def _add_samples(gram: FloatArray, sigma: float, epsilon: float, allowed: float,
     return min(max(int(1.5 * needed), _LEAST), most)
 
 
-def _no_half_space(gram: FloatArray, sigma: float, epsilon: float, delta: float) -> NotCertifiedError:
+def _no_half_space(gram: Gram, sigma: float, epsilon: float, delta: float) -> NotCertifiedError:
+    contribution = (law_of(gram).scale / sigma) ** 2
     return NotCertifiedError(
         f"epsilon={epsilon}: the add direction cannot be bounded near sigma={sigma:.4g} for delta={delta}, since "
-        f"an example's contribution {gram.max() / sigma**2:.3g} is above 2 epsilon; raise epsilon, use a strategy "
+        f"an example's contribution {contribution:.3g} is above 2 epsilon; raise epsilon, use a strategy "
         "with more correlation, or cyclic Poisson sampling"
     )

@@ -19,12 +19,10 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from bandmf import _check
-from bandmf._types import FloatArray
 from bandmf.accounting.bins.copies import MAX_COPIES, Copies
 from bandmf.accounting.bins.divergences import add_sums, remove_sums, seconds_per_sample
-from bandmf.accounting.bins.gram import checked_gram, marks
 from bandmf.accounting.bins.half_space import half_space
-from bandmf.accounting.bins.loss import PrivacyLoss, law
+from bandmf.accounting.bins.long import Gram, Loss, checked, law_of, marks_of
 from bandmf.accounting.bins.tuning import tune
 from bandmf.accounting.certified import ALIKE, FAILURE, NotCertifiedError, alike, checked_budget, checked_samples
 from bandmf.accounting.samples import upper_bound
@@ -72,14 +70,14 @@ class Certificate:
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
-    def verify(self, gram: FloatArray, seed: int | None = None, workers: int | None = None) -> Certificate:
+    def verify(self, gram: Gram, seed: int | None = None, workers: int | None = None) -> Certificate:
         """The certificate computed again, in full; NotCertifiedError where it does not hold.
 
         With its own seed the numbers must be those stored. With another `seed`, the result is an independent
         certificate from fresh samples (which a valid one passes but for bad luck; it has no part in `failure`).
         """
-        gram = checked_gram(gram)
-        if len(gram) != self.cycle or not alike(marks(gram), self.gram_marks, _SAME_GRAM):
+        gram = checked(gram)
+        if len(gram) != self.cycle or not alike(marks_of(gram), self.gram_marks, _SAME_GRAM):
             raise NotCertifiedError(f"certificate: made for another Gram matrix (cycle={self.cycle})")
         again = certify(
             gram,
@@ -119,7 +117,7 @@ class Certificate:
 
 
 def certify(
-    gram: FloatArray,
+    gram: Gram,
     sigma: float,
     epsilon: float,
     delta: float,
@@ -150,9 +148,9 @@ def certify(
     """
     budget = checked_budget(epsilon, delta, FAILURE * delta if failure is None else failure, attempt)
     epsilon, delta, failure = budget["epsilon"], budget["delta"], budget["failure"]
-    gram = checked_gram(gram)
+    gram = checked(gram)
     seed = secrets.randbits(128) if seed is None else _check.whole("seed", seed, 0, 2**128 - 1)
-    loss, share, allowed = law(gram).at(sigma), failure / 2.0**attempt / 2, delta - failure
+    loss, share, allowed = law_of(gram).at(sigma), failure / 2.0**attempt / 2, delta - failure
     copies = tune(loss, epsilon, _TUNING, seed).copies if copies is None else copies
     proposal = Copies(loss, copies)
     if (samples is None) == (seconds is None):
@@ -184,7 +182,7 @@ def certify(
         delta=delta,
         sigma=float(sigma),
         cycle=len(gram),
-        gram_marks=marks(gram),
+        gram_marks=marks_of(gram),
         seed=seed,
         copies=copies,
         samples=samples,
@@ -197,15 +195,13 @@ def certify(
     )
 
 
-def _closed_bound(loss: PrivacyLoss, epsilon: float) -> float:
+def _closed_bound(loss: Loss, epsilon: float) -> float:
     """Of the add divergence, without sampling."""
     side = half_space(loss, epsilon)
     return 1.0 if side is None else side.deterministic_bound()
 
 
-def _sampled_bound(
-    loss: PrivacyLoss, epsilon: float, samples: int, seed: int, share: float, workers: int | None
-) -> float:
+def _sampled_bound(loss: Loss, epsilon: float, samples: int, seed: int, share: float, workers: int | None) -> float:
     sampled = add_sums(loss, epsilon, samples, seed, workers)
     if sampled is None:
         return 1.0

@@ -30,7 +30,8 @@ import numpy as np
 
 from bandmf import _check
 from bandmf._types import FloatArray, IntArray
-from bandmf.accounting.bins.loss import PrivacyLoss, log_mean_exp, log_removed
+from bandmf.accounting.bins.long import Loss
+from bandmf.accounting.bins.loss import log_mean_exp, log_removed
 from bandmf.accounting.bins.peak import evaluation, log_peak
 
 MAX_COPIES = 256
@@ -50,17 +51,10 @@ class Copies:
     Guarantees: no weight is above `bound`, and their expectation is the remove divergence.
     """
 
-    def __init__(self, loss: PrivacyLoss, copies: int) -> None:
+    def __init__(self, loss: Loss, copies: int) -> None:
         self.loss, self.copies = loss, _check.whole("copies", copies, 2, MAX_COPIES)
-        exponents = self.copies / 2 * loss.K
-        top = exponents.max(axis=1)
-        sums = np.cumsum(np.exp(exponents - top[:, None]), axis=1)
-        log_Z = np.log(sums[:, -1] / loss.cycle) + top
-        hub = (self.copies - 1) * log_Z
-        self.log_scale = float(log_mean_exp(hub[None])[0][0])  # log W
-        self._hub = np.cumsum(np.exp(hub - hub.max()))
-        # Sums of all rows in one increasing array: row i from i to i + 1.
-        self._others = (sums / sums[:, -1:] + np.arange(loss.cycle)[:, None]).ravel()
+        self.hubs = loss.hubs(self.copies)
+        self.log_scale = self.hubs.log_scale  # log W
 
     def bound(self, epsilon: float) -> float:
         """B, the most that a weight can be."""
@@ -81,18 +75,16 @@ class Copies:
 
     def draw(self, generator: np.random.Generator, rows: int) -> Drawn:
         """So many proposals, and what is kept of them."""
-        loss, q, b = self.loss, self.copies, self.loss.cycle
-        draws = generator.random((rows, q + 1))
-        hub = np.minimum(np.searchsorted(self._hub, draws[:, 0] * self._hub[-1], side="right"), b - 1)
-        others = np.searchsorted(self._others, hub[:, None] + draws[:, 1:q], side="right") - b * hub[:, None]
-        positions = np.concatenate([hub[:, None], np.minimum(others, b - 1)], axis=1)
-        shift = loss.K[hub]
-        for copy in range(1, q):
-            shift += loss.K[positions[:, copy]]
-        stars = np.take_along_axis(shift, positions, axis=1) - loss.diagonal[positions]
-        allowed = log_mean_exp(q / 2 * stars)[0]
-        kept = np.flatnonzero(draws[:, q] < np.exp(stars.sum(axis=1) / 2 - allowed))
-        return Drawn(kept, shift[kept])
+        draws = generator.random((rows, self.copies + 1))
+        positions, log_draws = self.hubs.propose(draws[:, :-1]), np.log(np.maximum(draws[:, -1], 1e-300))
+        kept, allowed = self.hubs.plausible(positions, log_draws)
+        positions, log_draws = positions[kept], log_draws[kept]
+        shift = self.loss.shift(positions)
+        stars = np.take_along_axis(shift, positions, axis=1) - self.loss.diagonal[positions]
+        if allowed is None:
+            allowed = log_mean_exp(self.copies / 2 * stars)[0]
+        inside = log_draws < stars.sum(axis=1) / 2 - allowed
+        return Drawn(kept[inside], shift[inside])
 
     def sample(self, epsilon: float, generator: np.random.Generator, rows: int) -> FloatArray:
         """Independent samples with expectation delta."""

@@ -6,7 +6,7 @@ import time
 
 from bandmf.accounting.bins.copies import Copies
 from bandmf.accounting.bins.half_space import half_space
-from bandmf.accounting.bins.loss import PrivacyLoss
+from bandmf.accounting.bins.long import Loss
 from bandmf.accounting.samples import Sums, sample_sums
 
 REMOVE, ADD, PILOT, ESTIMATE, POSTERIOR, CLOCK = range(6)  # streams; certificates use the first two alone
@@ -23,7 +23,7 @@ def remove_sums(
 
 
 def add_sums(
-    loss: PrivacyLoss, epsilon: float, samples: int, seed: int, workers: int | None = None, stream: int = ADD
+    loss: Loss, epsilon: float, samples: int, seed: int, workers: int | None = None, stream: int = ADD
 ) -> tuple[Sums, float] | None:
     """Samples whose expectation is the add divergence, with their bound; None where there is no half space."""
     side = half_space(loss, epsilon)

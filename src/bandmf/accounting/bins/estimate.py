@@ -15,8 +15,8 @@ from bandmf._types import FloatArray
 from bandmf.accounting.bins import tuning
 from bandmf.accounting.bins.copies import Copies
 from bandmf.accounting.bins.divergences import ESTIMATE, POSTERIOR, add_sums, remove_sums
-from bandmf.accounting.bins.gram import checked_gram
-from bandmf.accounting.bins.loss import Law, law
+from bandmf.accounting.bins.long import Gram, LongGram, LongLaw, checked, law_of
+from bandmf.accounting.bins.loss import Law
 from bandmf.accounting.bins.tuning import Pilot
 from bandmf.accounting.events import MAX_EPSILON, MIN_EPSILON
 from bandmf.accounting.sampled_root import RELIABLE, approach, not_found, solve
@@ -47,7 +47,7 @@ class Estimate:
 
 
 def estimate(
-    gram: FloatArray, epsilon: float, delta: float, *, samples: int = 2**14, seed: int = 0, posterior: bool = False
+    gram: Gram, epsilon: float, delta: float, *, samples: int = 2**14, seed: int = 0, posterior: bool = False
 ) -> Estimate:
     """The deviation of z at which balls-in-bins with this Gram matrix spends (epsilon, delta).
 
@@ -56,15 +56,17 @@ def estimate(
     >>> abs(found.sigma / 4.2247 - 1) < 4 * found.relative_standard_error < 0.01
     True
     """
-    gram = checked_gram(gram)
+    gram = checked(gram)
+    if posterior and isinstance(gram, LongGram):
+        raise _check.fail("posterior", posterior, "is for Gram matrices that are written out", "use gram_matrix")
     epsilon = _check.real("epsilon", epsilon, MIN_EPSILON, MAX_EPSILON)
     delta = _check.real("delta", delta, 1e-15, 1, open_high=True)
     samples = _check.whole("samples", samples, 64)
     with one_thread(len(gram)):
-        return _estimate(law(gram), epsilon, delta, samples, seed, posterior)
+        return _estimate(law_of(gram), epsilon, delta, samples, seed, posterior)
 
 
-def _estimate(law: Law, epsilon: float, delta: float, samples: int, seed: int, posterior: bool) -> Estimate:
+def _estimate(law: Law | LongLaw, epsilon: float, delta: float, samples: int, seed: int, posterior: bool) -> Estimate:
     sigma, pilot = _tuned(law, epsilon, delta, seed)
 
     def remove(sigma: float, samples: int) -> Sums:
@@ -86,7 +88,7 @@ def _estimate(law: Law, epsilon: float, delta: float, samples: int, seed: int, p
     return Estimate(sigma, error, slope, pilot, added, T)
 
 
-def _tuned(law: Law, epsilon: float, delta: float, seed: int) -> tuple[float, Pilot]:
+def _tuned(law: Law | LongLaw, epsilon: float, delta: float, seed: int) -> tuple[float, Pilot]:
     """A sigma near the solution, and the copies that suit it."""
 
     def look(sigma: float) -> tuple[float, Pilot]:
@@ -102,16 +104,18 @@ def _tuned(law: Law, epsilon: float, delta: float, seed: int) -> tuple[float, Pi
     return approach(look, first, delta)
 
 
-def _guess(law: Law, epsilon: float, delta: float) -> float:
+def _guess(law: Law | LongLaw, epsilon: float, delta: float) -> float:
     """Where the least bound on the weights is some ten times delta: bisection on a log scale, no sampling."""
-    rows = law.gram[[0, law.cycle // 2]]
+    scale = law.scale
+    one = law.at(scale)
+    rows, shared = one.rows(), one.shared
 
     def excess(log_sigma: float) -> float:
-        scale = math.exp(-2 * log_sigma)
-        least = float(tuning.log_bounds(rows * scale, epsilon, law.shared * scale).min())
+        less = math.exp(2 * (math.log(scale) - log_sigma))
+        least = float(tuning.log_bounds(rows * less, epsilon, shared * less).min())
         return least - math.log(_BOUND_OVER_DELTA * delta)
 
-    middle = math.log(law.gram.max() + law.shared) / 2
+    middle = math.log(scale)
     low, high = middle - 4, middle + 12
     for _ in range(40):
         middle = (low + high) / 2
@@ -123,7 +127,7 @@ def _posterior(copies: Copies, epsilon: float, delta: float, samples: int, seed:
     """T, from samples with log L close to epsilon; where few are close, those not so close count, too."""
     width, rows = _WINDOW, max(32, 2**16 // copies.loss.cycle)
     while True:
-        T, total, squares = np.zeros_like(copies.loss.K), 0.0, 0.0
+        T, total, squares = np.zeros((copies.loss.cycle, copies.loss.cycle)), 0.0, 0.0
         for chunk in range(-(-samples // rows)):
             p, weights = copies.near(epsilon, width, generator(seed, POSTERIOR, chunk), rows)
             T += (p * weights[:, None]).T @ p

@@ -61,10 +61,10 @@ def gram_matrix(strategy: Strategy, cycle: int) -> FloatArray:
     cycle = _check.whole("cycle", cycle, 1, most, f"{'steps' if most == n else 'the largest'}={most}")
     if isinstance(strategy, BandedToeplitz) and strategy.normalize_columns:
         gram = _normalized(strategy, cycle)
-    elif (theta := _raised_coefficients(strategy)) is not None:
+    elif (theta := raised_coefficients(strategy)) is not None:
         gram = _toeplitz(theta, n, cycle)
     elif isinstance(strategy, Scaled) and (found := factors(strategy)) is not None:
-        theta = _raised_coefficients(strategy.strategy)
+        theta = raised_coefficients(strategy.strategy)
         gram = _factored(np.abs(found[0]) if theta is None else theta, found[1], cycle)
     else:
         gram = _of_rows(strategy, cycle, 0)
@@ -97,7 +97,7 @@ def marks(gram: FloatArray) -> tuple[float, float, float]:
     return float(np.trace(gram)), float(gram.sum()), float((weights * gram).sum())
 
 
-def _raised_coefficients(strategy: Strategy) -> FloatArray | None:
+def raised_coefficients(strategy: Strategy) -> FloatArray | None:
     """|c_t| of a plain Toeplitz C, each no less than the exact one up to the rounding that is added at the end."""
     theta = strategy.toeplitz()
     if theta is None:
@@ -120,7 +120,7 @@ def raised_columns(strategy: Strategy) -> Callable[[int, int], FloatArray]:
         length = strategy.epoch.steps
         epoch = raised_columns(strategy.epoch)(0, length)
         return lambda start, stop: epoch[np.arange(start, stop) % length]
-    theta = _raised_coefficients(strategy)
+    theta = raised_coefficients(strategy)
     if theta is None:
         return lambda start, stop: np.abs(strategy.columns(start, stop))
     theta = _padded(theta, strategy.bands)

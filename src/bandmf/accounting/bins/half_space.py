@@ -27,7 +27,8 @@ import numpy as np
 from scipy import special
 
 from bandmf._types import FloatArray
-from bandmf.accounting.bins.loss import PrivacyLoss, added, log_mean_exp
+from bandmf.accounting.bins.long import Loss
+from bandmf.accounting.bins.loss import added, log_mean_exp
 
 _ROUNDS = 200
 
@@ -55,15 +56,15 @@ class HalfSpace:
         log = -(d**2) / 2 + math.log(s / (d + s)) + d / s * math.log(d / (d + s)) + slack
         return math.exp(min(log, 700.0))  # beyond, it certifies nothing in any case
 
-    def rounding(self, loss: PrivacyLoss) -> float:
+    def rounding(self, loss: Loss) -> float:
         """What rounding may have taken from a sample's log L."""
         return loss.rounding(1 + self.distance / self.steepness)
 
-    def sample(self, loss: PrivacyLoss, epsilon: float, generator: np.random.Generator, rows: int) -> FloatArray:
+    def sample(self, loss: Loss, epsilon: float, generator: np.random.Generator, rows: int) -> FloatArray:
         """Independent samples with the add divergence as expectation."""
         s, d, p = self.steepness, self.distance, self.positions
         shared = math.sqrt(loss.shared) * generator.standard_normal((rows, 1))
-        u = loss.noise(generator, rows) + shared - d / s * (loss.K @ p + loss.shared)
+        u = loss.noise(generator, rows) + shared - d / s * (loss.times(p[None])[0] + loss.shared)
         log_L = log_mean_exp(loss.log_terms(u))[0] - loss.shared / 2
         slack = self.rounding(loss)
         # Where the divergence is positive the exponent is below -d^2 / 2; elsewhere it must not overflow.
@@ -71,13 +72,13 @@ class HalfSpace:
         return added(log_L - slack, epsilon) * np.exp(exponent)
 
 
-def half_space(loss: PrivacyLoss, epsilon: float) -> HalfSpace | None:
+def half_space(loss: Loss, epsilon: float) -> HalfSpace | None:
     """The farthest half space found; None where none has a positive distance."""
     diagonal = loss.diagonal + loss.shared
     p = np.full(loss.cycle, 1 / loss.cycle)
     best: HalfSpace | None = None
     for round_ in range(_ROUNDS):
-        shift = loss.K @ p + loss.shared
+        shift = loss.times(p[None])[0] + loss.shared
         s = math.sqrt(p @ shift)
         gap = epsilon - float(p @ diagonal) / 2 - _divergence(p)
         distance = gap / s - (loss.rounding(1.0 + abs(gap) / s**2) / s + 1e-12)

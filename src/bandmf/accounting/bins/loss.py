@@ -31,7 +31,7 @@ import numpy as np
 from scipy import linalg, special
 
 from bandmf import _check
-from bandmf._types import FloatArray
+from bandmf._types import FloatArray, IntArray
 from bandmf.accounting.bins.gram import checked_gram
 
 _LEAST_RAISE, _MOST_RAISE = 1e-10, 1e-6
@@ -58,6 +58,25 @@ class PrivacyLoss:
         """Draws of the rest of u under Q, one a row."""
         return generator.standard_normal((rows, self.cycle)) @ self.factor.T
 
+    def shift(self, positions: IntArray) -> FloatArray:
+        """Sums of rows of K, those of the positions in each row."""
+        total = self.K[positions[:, 0]]
+        for column in positions.T[1:]:
+            total += self.K[column]
+        return total
+
+    def times(self, p: FloatArray) -> FloatArray:
+        """K p, for rows p."""
+        return p @ self.K
+
+    def rows(self) -> FloatArray:
+        """Two of K, by which to guess."""
+        return self.K[[0, self.cycle // 2]]
+
+    def hubs(self, copies: int) -> Hubs:
+        """Positions around a hub, for so many copies."""
+        return Hubs(self, copies)
+
     def log_terms(self, u: FloatArray) -> FloatArray:
         """log v_j."""
         return u - self.diagonal / 2
@@ -73,6 +92,33 @@ class PrivacyLoss:
         return 4 * (self.cycle + 16) * 2.0**-53 * (1 + root) * length * (1 + tilt)
 
 
+class Hubs:
+    """Positions of which one, the hub i, attracts the others: j has the weight exp(q/2 K_ij), i the (q-1)st power of
+    their mean Z_i."""
+
+    def __init__(self, loss: PrivacyLoss, copies: int) -> None:
+        self.copies, self.cycle = copies, loss.cycle
+        exponents = copies / 2 * loss.K
+        top = exponents.max(axis=1)
+        sums = np.cumsum(np.exp(exponents - top[:, None]), axis=1)
+        hub = (copies - 1) * (np.log(sums[:, -1] / loss.cycle) + top)
+        self.log_scale = float(log_mean_exp(hub[None])[0][0])  # log W
+        self._hub = np.cumsum(np.exp(hub - hub.max()))
+        # Sums of all rows in one increasing array: row i from i to i + 1.
+        self._others = (sums / sums[:, -1:] + np.arange(loss.cycle)[:, None]).ravel()
+
+    def propose(self, draws: FloatArray) -> IntArray:
+        """Positions, the hub first, from q uniform numbers in each row."""
+        b = self.cycle
+        hub = np.minimum(np.searchsorted(self._hub, draws[:, 0] * self._hub[-1], side="right"), b - 1)
+        others = np.searchsorted(self._others, hub[:, None] + draws[:, 1:], side="right") - b * hub[:, None]
+        return np.concatenate([hub[:, None], np.minimum(others, b - 1)], axis=1)
+
+    def plausible(self, positions: IntArray, log_draws: FloatArray) -> tuple[IntArray, FloatArray | None]:
+        """Those that may be kept: all, and log mean_r exp(q/2 star_r) by K itself."""
+        return np.arange(len(positions)), None
+
+
 @dataclass(frozen=True, eq=False)
 class Law:
     """The same for every sigma: sigma^2 times `shared` and K, and sigma times F."""
@@ -84,6 +130,11 @@ class Law:
     @property
     def cycle(self) -> int:
         return len(self.gram)
+
+    @property
+    def scale(self) -> float:
+        """The norm of the longest column: sigma without amplification, but for a factor."""
+        return math.sqrt(float(self.gram.max() + self.shared))
 
     def at(self, sigma: float) -> PrivacyLoss:
         """The law of L for noise z of deviation sigma."""

@@ -10,10 +10,11 @@ import numpy as np
 from bandmf._types import FloatArray
 from bandmf.accounting.bins.copies import MAX_COPIES, Copies
 from bandmf.accounting.bins.divergences import PILOT, remove_sums
-from bandmf.accounting.bins.loss import PrivacyLoss
+from bandmf.accounting.bins.long import Loss
 from bandmf.accounting.bins.peak import log_peak
 from bandmf.accounting.certified import samples_with
 
+_FEW_OR_MANY = np.unique(np.geomspace(2, MAX_COPIES, 48).astype(int))
 _MARGIN = 0.05  # of delta, to which costs are compared
 
 
@@ -35,7 +36,7 @@ class Pilot:
         return self.margin_samples(_MARGIN, 20.0) if self.mean > 0 else math.inf
 
 
-def tune(loss: PrivacyLoss, epsilon: float, samples: int, seed: int) -> Pilot:
+def tune(loss: Loss, epsilon: float, samples: int, seed: int) -> Pilot:
     """As many copies as need few samples: from the number of least bound, more or fewer while it pays."""
     best = pilot(loss, epsilon, least_bound(loss, epsilon), samples, seed)
     for direction in (-1, 1):
@@ -50,7 +51,7 @@ def tune(loss: PrivacyLoss, epsilon: float, samples: int, seed: int) -> Pilot:
     return best
 
 
-def pilot(loss: PrivacyLoss, epsilon: float, copies: int, samples: int, seed: int) -> Pilot:
+def pilot(loss: Loss, epsilon: float, copies: int, samples: int, seed: int) -> Pilot:
     """What so many samples show."""
     drawn = Copies(loss, copies)
     sums = remove_sums(drawn, epsilon, samples, seed, stream=PILOT)
@@ -59,15 +60,14 @@ def pilot(loss: PrivacyLoss, epsilon: float, copies: int, samples: int, seed: in
     return Pilot(copies, sums.mean, sums.relative_variance, drawn.bound(epsilon) / sums.mean)
 
 
-def least_bound(loss: PrivacyLoss, epsilon: float) -> int:
+def least_bound(loss: Loss, epsilon: float) -> int:
     """The number of copies with the least bound on the weights, as the first and the middle row of K have it."""
-    rows = loss.K[[0, loss.cycle // 2]]
-    return int(np.argmin(log_bounds(rows, epsilon, loss.shared))) + 2
+    return int(_FEW_OR_MANY[np.argmin(log_bounds(loss.rows(), epsilon, loss.shared))])
 
 
 def log_bounds(rows: FloatArray, epsilon: float, shared: float) -> FloatArray:
-    """log B for 2, 3, ... copies as these rows of K alone would have it: a guess of the bound."""
-    copies = np.arange(2, MAX_COPIES + 1)
+    """log B for some numbers of copies as these rows of K alone would have it: a guess of the bound."""
+    copies = _FEW_OR_MANY
     exponents = copies[:, None, None] / 2 * rows
     top = exponents.max(axis=2, keepdims=True)
     means = (top[..., 0] + np.log(np.exp(exponents - top).mean(axis=2))).max(axis=1)
