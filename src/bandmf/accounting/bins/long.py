@@ -37,6 +37,7 @@ from bandmf.strategies.scaled import Scaled
 MOST_WRITTEN_OUT = 2048  # positions
 _ITERATIONS = 200  # of conjugate gradients
 _UNIT = 2.0**-53
+_RAISE = 1e-10  # of variances, as they are computed: r, s, c and the envelope err by less
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,20 +155,25 @@ def long_gram(strategy: Strategy, cycle: int) -> LongGram:
     """
     n = strategy.steps
     cycle = _check.whole("cycle", cycle, 1, n, f"steps={n}")
+    found = _factors(strategy)
+    if found is None:
+        remedy = "use a Toeplitz strategy, a banded inverse or a BLT, with step scales or without"
+        raise _check.fail("cycle", cycle, "too long for a general strategy", remedy)
+    coefficients, scales = found
+    up = 1 + 2 * (n + 2 * len(coefficients) + 64) * _UNIT
+    return LongGram(coefficients[:n] * up, np.abs(scales) * up, cycle)
+
+
+def _factors(strategy: Strategy) -> tuple[FloatArray, FloatArray] | None:
+    """T and D, no smaller than those of |C| but for rounding, which is added later; None for other strategies."""
+    n = strategy.steps
     plain, scales = (strategy.strategy, strategy.scales) if isinstance(strategy, Scaled) else (strategy, np.ones(n))
     if isinstance(plain, BandedToeplitz) and plain.normalize_columns:
         coefficients = np.abs(plain.coefficients)
         norms = np.sqrt(np.cumsum(np.square(coefficients)))
-        reach = np.minimum(n - np.arange(n), len(coefficients))
-        scales = scales / norms[reach - 1]
-    else:
-        found = raised_coefficients(plain)
-        if found is None:
-            remedy = "use a Toeplitz strategy, a banded inverse or a BLT, with step scales or without"
-            raise _check.fail("cycle", cycle, "too long for a general strategy", remedy)
-        coefficients = found
-    up = 1 + 2 * (n + 2 * len(coefficients) + 64) * _UNIT
-    return LongGram(coefficients[:n] * up, np.abs(scales) * up, cycle)
+        return coefficients, scales / norms[np.minimum(n - np.arange(n), len(coefficients)) - 1]
+    found = raised_coefficients(plain)
+    return None if found is None else (found, scales)
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +189,7 @@ class LongLoss:
 
     @property
     def shared(self) -> float:
-        return self.gram.shared[3] / self.sigma**2 * (1 + 1e-12)
+        return (self.gram.shared[3] + _RAISE * self.gram.envelope[0]) / self.sigma**2
 
     @cached_property
     def diagonal(self) -> FloatArray:
@@ -198,7 +204,9 @@ class LongLoss:
     def envelope(self) -> FloatArray:
         """No smaller than the covariance of the rest, by distance."""
         _, r, s, _ = self.gram.shared
-        return (self.gram.envelope - 2 * float(r.min()) + s) / self.sigma**2 + 1e-12
+        return (
+            self.gram.envelope * (1 + _RAISE) - 2 * float(r.min()) + s + _RAISE * self.gram.envelope[0]
+        ) / self.sigma**2
 
     def noise(self, generator: np.random.Generator, rows: int) -> FloatArray:
         return self._rest(self.gram.times(generator.standard_normal((rows, self.gram.steps)))) / self.sigma
@@ -227,7 +235,8 @@ class LongLoss:
         root = math.sqrt(float(self.gram.envelope[0])) / self.sigma
         length = math.sqrt(self.gram.steps) + 10 + (1 + tilt) * root
         weights = 1 + float(np.abs(self.gram.shared[0]).sum())
-        return (1 + tilt) * (1 + root) * weights * self.gram.rounding(length) / self.sigma + 1e-12
+        extra = _RAISE * (1 + tilt) ** 2 * (1 + root) ** 2  # of variances and of sums of rows of K
+        return (1 + tilt) * (1 + root) * weights * self.gram.rounding(length) / self.sigma + extra
 
     def hubs(self, copies: int) -> EnvelopeHubs:
         return EnvelopeHubs(self, copies)
@@ -314,4 +323,6 @@ def marks_of(gram: Gram) -> tuple[float, float, float]:
 
 def gram_matrix(strategy: Strategy, cycle: int) -> Gram:
     """The Gram matrix of balls-in-bins: written out, or as an operator where the cycle is long."""
-    return gram.gram_matrix(strategy, cycle) if cycle <= MOST_WRITTEN_OUT else long_gram(strategy, cycle)
+    if cycle <= MOST_WRITTEN_OUT or _factors(strategy) is None:
+        return gram.gram_matrix(strategy, cycle)
+    return long_gram(strategy, cycle)
