@@ -358,3 +358,21 @@ def test_sigma_of_the_best_toeplitz_strategy_is_that_of_another_program(epsilon,
     found = estimate(C, 128, epsilon, 1e-6, samples=2**12)
     assert found.sigma == pytest.approx(sigma, rel=4 * math.hypot(error, found.relative_standard_error))
     assert found.relative_standard_error < 2e-3
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 16))])
+def test_sigma_of_random_settings_is_never_too_small(seed):
+    """Plain sampling over all positions, at the estimated sigma; where columns are longer than an epoch, at most it."""
+    dice = np.random.default_rng(seed)
+    cycle, epsilon, delta = int(dice.integers(2, 5)), float(dice.uniform(0.5, 4)), 10.0 ** dice.uniform(-2.5, -1.5)
+    steps = cycle * int(dice.integers(1, 4)) + int(dice.integers(0, 2))
+    bands = int(dice.integers(1, steps + 1))
+    C = Scaled(random_banded(seed, steps, bands), np.linspace(1, dice.uniform(0.3, 1), steps))
+    found = estimate(C, cycle, epsilon, delta, samples=2**14)
+    means = all_means(C.materialize(), found.sigma, cycle)
+    (remove, error), (add, add_error) = plain_deltas(means, epsilon, 400_000, seed)
+    room = 4 * math.hypot(error, found.relative_standard_error * abs(found.slope) * delta)
+    assert max(remove - room, add - 4 * add_error) <= delta
+    if bands <= cycle + 1 and found.add <= 0.9 * delta:
+        assert remove >= delta - room
+    assert room < 0.25 * delta
