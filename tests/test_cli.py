@@ -248,3 +248,13 @@ def test_the_status_of_bad_input_is_that_of_the_process():
     assert result.returncode == 2
     assert result.stderr.startswith("bandmf: --bands=0")
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_plan_bounds_attacks_where_asked():
+    given = (
+        "plan --epsilon 4 --delta 1e-6 --examples 600 --batch-size 60 --steps 20 --bands 2 --sampling cyclic-poisson"
+    )
+    plain, asked = (json.loads(run(*given.split(), *more, "--json")) for more in ((), ("--attack-rates",)))
+    rates = asked.pop("attack_rates")
+    assert asked == plain
+    assert 0.001 < rates["0.001"] < rates["0.01"] < rates["0.1"] < 1

@@ -3,22 +3,45 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
+from bandmf._types import FloatArray
 from bandmf.accounting import estimate
 from bandmf.accounting.events import Event, usable_delta
+
+_Curve = Callable[[float], Any]
 
 
 @lru_cache(maxsize=1024)  # a plan asks again for the sigma it has just been given
 def evaluate(event: Event, delta: float, sigma: float) -> float:
     """Epsilon by dp_accounting's PLD accountant, on the grid that suits this event."""
-    if estimate.hopeless(event, sigma):
+    composed = _composed(event, delta, sigma)
+    if composed is None:
         return math.inf
+    return float(composed[0](usable_delta(event, delta)))
+
+
+def deltas(event: Event, delta: float, sigma: float, epsilons: FloatArray) -> FloatArray:
+    """Deltas at these epsilons, on the grid that suits this delta, with what rounding in the accountant can hide."""
+    composed = _composed(event, delta, sigma)
+    if composed is None:
+        return np.ones(len(epsilons))
+    found = [float(composed[1](epsilon)) for epsilon in epsilons]
+    return np.minimum(np.array(found) + (delta - usable_delta(event, delta)), 1.0)
+
+
+def _composed(event: Event, delta: float, sigma: float) -> tuple[_Curve, _Curve] | None:
+    """Epsilon of delta, and delta of epsilon; None where epsilon is beyond all use."""
+    if estimate.hopeless(event, sigma):
+        return None
     kinds = estimate.round_losses(event, sigma)
     interval = estimate.interval(event, delta, kinds)
     if interval is None:
-        return math.inf
+        return None
     import dp_accounting  # takes a second, and no cached answer needs it
     from dp_accounting import pld
 
@@ -30,14 +53,14 @@ def evaluate(event: Event, delta: float, sigma: float) -> float:
     }[event.adjacency]
     if event.compositions > 10**5 and estimate.widest(kinds) < 1100 * interval:
         composed = _compose_in_stages(event, sigma, interval, relation)
-        return float(composed.get_epsilon_for_delta(usable_delta(event, delta)))
+        return composed.get_epsilon_for_delta, composed.get_delta_for_epsilon
     accountant = pld.PLDAccountant(relation, interval)
     if event.unsampled and event.levels is not None:
         accountant.compose(_one_round(event, sigma / math.sqrt(event.weight)))
     else:
         for level, rounds in event.kinds:
             accountant.compose(_one_round(event, sigma / level), rounds)
-    return float(accountant.get_epsilon(usable_delta(event, delta)))
+    return accountant.get_epsilon, accountant.get_delta
 
 
 def _one_round(event: Event, sigma: float) -> Any:

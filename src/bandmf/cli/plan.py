@@ -20,6 +20,7 @@ EXAMPLE = (
     "Example: bandmf plan --epsilon 4 --delta 1e-8 --examples 1000000 --batch-size 500 --steps 16384 "
     "--save plan.json --plot plan.png"
 )
+_RATES = (0.001, 0.01, 0.1)  # of false positives
 
 
 def plan(
@@ -54,6 +55,9 @@ def plan(
     save: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw error against bands (.png, .svg, .pdf).")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    attack_rates: Annotated[
+        bool, typer.Option("--attack-rates", help="Bound the true positive rates of attacks on membership.")
+    ] = False,
 ) -> None:
     if explain and json:
         raise ValueError("explain, json: give at most one of the two")
@@ -91,7 +95,10 @@ def plan(
             progress=progress,
         )
         line.update("comparing with DP-SGD")
-        summary = made.summary()
+        summary, rates = made.summary(), dict[float, float]()
+        if attack_rates:
+            line.update("bounding attacks")
+            rates = dict(zip(_RATES, made.attack_rates(_RATES), strict=True))
         if save is not None:
             made.save(save)
         if plot is not None:
@@ -99,20 +106,25 @@ def plan(
 
             line.update("drawing")
             plots.save(made.plot(progress), plot)
-    _show(made, summary, json, explain)
+    _show(made, summary, rates, json, explain)
 
 
-def _show(made: Plan, summary: dict[str, object], as_json: bool, in_words: bool) -> None:
+def _show(made: Plan, summary: dict[str, object], rates: dict[float, float], as_json: bool, in_words: bool) -> None:
     """As JSON, in words, or as tables with remarks."""
     if as_json:
-        show.print_json({**summary, "candidates": [c._asdict() for c in made.candidates]})
-    elif in_words:
+        attacks = {"attack_rates": rates} if rates else {}
+        show.print_json({**summary, **attacks, "candidates": [c._asdict() for c in made.candidates]})
+        return
+    if in_words:
         show.say(made.explain())
     else:
         show.print_pairs("Plan", labeled(summary))
         show.print_table("Candidates", *candidate_table(made), styles={"chosen": "bold"})
         for remark in _remarks(made):
             show.say(remark)
+    if rates:
+        found = {f"true positives at {rate:.1%} false ones, at most": f"{value:.2%}" for rate, value in rates.items()}
+        show.print_pairs("Attacks on membership", found)
 
 
 def _remarks(made: Plan) -> Iterator[str]:

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bandmf import _check, accounting
 from bandmf.accounting import accountant
-from bandmf.accounting.bins import NotCertifiedError
 from bandmf.accounting.events import MAX_EPSILON, Event, cyclic_poisson, one_release, sampling_probability
 from bandmf.accounting.min_separation import Certificate as SeparationCertificate
-from bandmf.accounting.verified import CERTIFICATES, Certificate, subject, verify_once
+from bandmf.accounting.profile import attack_rates, between
+from bandmf.accounting.verified import Certificate, subject, verify_once
 from bandmf.error import mean_squared_error, rmse
 from bandmf.participation import Participation
 from bandmf.planning import plan_file
 from bandmf.planning.candidate import Candidate, Progress, checked_candidate, mechanism_of, size_of
+from bandmf.planning.certified import check_certificate
 from bandmf.planning.explain import explain
 from bandmf.planning.labels import LABELS
+from bandmf.planning.profile import table
 from bandmf.planning.search.candidates import passed_over
 from bandmf.planning.setup import Setup
 from bandmf.planning.spent import certified_after
 from bandmf.sampling import cycle_length
 from bandmf.sensitivities import sensitivity
 from bandmf.strategies import Identity, Scaled, Strategy
-from bandmf.strategies.single_precision import MARGIN, check_noise, check_range
+from bandmf.strategies.single_precision import check_noise, check_range
 from bandmf.workloads import Workload
 
 
@@ -75,48 +80,13 @@ class Plan(Setup):
         check_range("noise_scale", self.noise_scale)
         self.confirm()
 
-    def _check_certificate(self) -> None:
-        """Present where it is needed, and of this budget, cycle and noise; whether it is true is another question."""
-        found = self.certificate
-        kind = CERTIFICATES.get(str(self.sampling), type(None))
-        if not isinstance(found, kind):
-            needed = f"{self.sampling} needs a certificate of its own"
-            if not self.certified:
-                needed = f"is not for sampling={self.sampling!r}"
-            raise _check.fail("certificate", found, needed, "make a new plan with bandmf.plan")
-        if found is None:
-            return
-        enough = found.epsilon <= self.epsilon < math.inf and found.delta <= self.delta
-        if not enough or found.sigma > self.noise_multiplier:
-            raise NotCertifiedError(
-                f"certificate: is for epsilon={found.epsilon:g}, delta={found.delta:g} and noise of "
-                f"{found.sigma:.6g} or more, not for epsilon={self.epsilon:g}, delta={self.delta:g} and "
-                f"{self.noise_multiplier:.6g}; make a new plan with bandmf.plan"
-            )
-        if self.noise_multiplier < found.sigma * MARGIN:  # what engines make, which multiply in float32
-            raise NotCertifiedError(
-                f"noise_multiplier={self.noise_multiplier!r}: float32 does not hold it exactly, so it must be at "
-                f"least {MARGIN!r} times the certified {found.sigma!r}; make a new plan with bandmf.plan"
-            )
-        if isinstance(found, SeparationCertificate):
-            probability = self.joining_probability(self.bands)
-            alike = math.isclose(found.probability, probability, rel_tol=1e-9)
-            certified = f"separation={found.separation}, probability={found.probability!r}"
-            planned = f"separation={self.bands}, probability={found.probability if alike else probability!r}"
-        else:
-            certified, planned = f"cycle={found.cycle}", f"cycle={self.cycle}"
-        if certified != planned:
-            raise NotCertifiedError(
-                f"certificate: is for {certified}, not for {planned}; make a new plan with bandmf.plan"
-            )
-
     def confirm(self) -> None:
         """Fail unless the noise meets (epsilon, delta): by the accountant, or by the certificate.
 
         The accountant is asked in this process, whatever is cached. A certificate must be for what the plan is now, and
         is computed again, unless this user has done that on this machine before: `verify` does it in any case.
         """
-        self._check_certificate()
+        check_certificate(self)
         if self.certificate is not None:
             verify_once(self.certificate, subject(self.certificate, self.strategy))
             return
@@ -142,7 +112,7 @@ class Plan(Setup):
             accountant.evaluate.cache_clear()
             self.confirm()
             return None
-        self._check_certificate()
+        check_certificate(self)
         return self.certificate.verify(subject(self.certificate, self.strategy), seed)
 
     @property
@@ -333,6 +303,34 @@ class Plan(Setup):
             return self.spent()
         so_far = [event.after(-(-steps // self.bands)) for event in self.events]
         return max(accounting.spent(event, self.noise_multiplier, self.delta) for event in so_far)
+
+    def privacy_profile(self, epsilons: Sequence[float]) -> list[float]:
+        """Deltas of the whole run at these epsilons, no more than the plan's from its epsilon on.
+
+        By the accountant, or where the plan is certified by samples (some seconds, then cached), all together.
+        """
+        wanted = _check.array("epsilons", epsilons, 1)
+        _check.real("least of epsilons", float(wanted.min()), 0)
+        return between(table(self), np.minimum(wanted, self.epsilon)).tolist()
+
+    def attack_rates(self, false_positive_rates: Sequence[float]) -> list[float]:
+        """Bounds on the true positive rates of any attack that tells whether an example was in the data.
+
+        >>> import bandmf
+        >>> data = {"examples": 6000, "batch_size": 60, "steps": 100, "sampling": "cyclic-poisson"}
+        >>> plan = bandmf.plan(epsilon=2, delta=1e-6, **data)
+        >>> [round(rate, 2) for rate in plan.attack_rates([0.01, 0.1])], round(plan.advantage, 2)
+        ([0.02, 0.16], 0.1)
+        """
+        wanted = _check.array("false_positive_rates", false_positive_rates, 1)
+        for rate in (wanted.min(), wanted.max()):
+            _check.real("false_positive_rates", float(rate), 0, 1)
+        return attack_rates(table(self), wanted).tolist()
+
+    @property
+    def advantage(self) -> float:
+        """The most that an attack's true positive rate can be above its false positive rate: delta at epsilon 0."""
+        return self.privacy_profile([0.0])[0]
 
     def epsilon_for(self, participation: Participation) -> float:
         """What an unamplified run has spent, after the fact, when users took part as given here."""
