@@ -82,6 +82,22 @@ class StreamingOperator:
             onward = onward @ F
         return row
 
+    def column_norms(self, steps: int | None = None) -> FloatArray:
+        """The Euclidean norm of every column: how much each input matters to all outputs together.
+
+        >>> prefix().column_norms(3) ** 2
+        array([3., 2., 1.])
+        """
+        n = _check.whole("steps", self.steps if steps is None else steps)
+        if self.matrices is None:
+            return np.linalg.norm(self.materialize(n), axis=0)
+        squares, W = np.empty(n), np.zeros((self.buffers, self.buffers))  # W: of a state, in all outputs to come
+        for i in range(n - 1, -1, -1):
+            F, G, H, D = self.matrices(i)
+            squares[i] = D * D + G @ W @ G
+            W = np.outer(H, H) + F.T @ W @ F
+        return np.sqrt(squares)
+
     def inverse(self) -> StreamingOperator:
         """The operator that undoes this one; of the same size. Needs the state-space form and D != 0."""
         if self.matrices is None:

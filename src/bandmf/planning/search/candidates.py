@@ -12,15 +12,20 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from bandmf._types import FloatArray
 from bandmf.error import rmse
 from bandmf.optimize import banded_toeplitz, stretch
 from bandmf.planning.candidate import Candidate, Progress, mechanism_of
 from bandmf.planning.request import Request
+from bandmf.planning.search.scales import best_power, scaled
 from bandmf.planning.setup import Setup
-from bandmf.strategies import BandedToeplitz, Strategy
-from bandmf.workloads import Workload, from_recipe, prefix
+from bandmf.strategies import BandedToeplitz, Scaled, Strategy
+from bandmf.workloads import Workload, from_recipe, momentum, prefix
 
 if TYPE_CHECKING:
     from bandmf.planning.plan import Plan
@@ -67,14 +72,18 @@ def normalization(bands: int) -> str | bool:
 def without_schedule(workload: Workload) -> Workload:
     """The Toeplitz workload that strategies are made for: of constant learning rates, and of the last weights.
 
-    Running sums where it is not known how the workload was made.
+    Plain momentum where that has no banded inverse; running sums where it is not known how the workload was made.
     """
-    if workload.coefficients is not None or workload.recipe is None:
-        return workload if workload.coefficients is not None else prefix(workload.steps)
-    kind, given = workload.recipe
-    constant = {name: value for name, value in given.items() if name not in ("learning_rates", "averaging")}
+    if workload.coefficients is not None and workload.inverse_columns is not None:
+        return workload
+    kind, given = workload.recipe or ("prefix", {})
+    left_out = ("learning_rates", "averaging", "weight_decay", "coupled")  # decay is as strong as the rates make it
+    constant = {name: value for name, value in given.items() if name not in left_out}
     found = from_recipe((kind, constant), workload.steps)
-    return prefix(workload.steps) if found.coefficients is None else found
+    if found.coefficients is not None and found.inverse_columns is not None:
+        return found
+    beta = float(np.mean(given.get("momentum", 0.0)))
+    return momentum(workload.steps, beta) if beta else prefix(workload.steps)
 
 
 class Candidates:
@@ -85,6 +94,7 @@ class Candidates:
         self._toeplitz = without_schedule(request.workload)
         self._evaluated: dict[int, Candidate] = {}
         self._strategies: dict[int, BandedToeplitz] = {}
+        self._power: float | None = None
 
     def __contains__(self, bands: int) -> bool:
         return bands in self._evaluated
@@ -96,8 +106,7 @@ class Candidates:
     def evaluate(self, bands: int) -> Candidate:
         """The candidate with so many bands."""
         if bands not in self._evaluated:
-            self._strategies[bands], error = self._good_strategy(bands)
-            self._note(self._strategies[bands], error)
+            self._note(*self._good_strategy(bands))
         return self._evaluated[bands]
 
     def evaluate_strategy(self, strategy: Strategy) -> Candidate:
@@ -117,13 +126,14 @@ class Candidates:
             sampling=str(self.request.sampling),
             mechanism=mechanism_of(strategy),
             vectors=self.request.vectors_of(strategy) if fits else None,
+            scaled=isinstance(strategy, Scaled),
         )
         self._evaluated[candidate.bands] = candidate
         if self._progress is not None:
             self._progress(candidate)
         return candidate
 
-    def _good_strategy(self, bands: int) -> tuple[BandedToeplitz, float]:
+    def _good_strategy(self, bands: int) -> tuple[Strategy, float]:
         """One of nearly the least error, with that error, which is exact.
 
         Where it would take seconds, the search for it begins at a neighbor that has been evaluated, follows the
@@ -140,18 +150,34 @@ class Candidates:
         options["normalize_columns"] = normalization(bands)
         found = banded_toeplitz(request.steps, bands, workload=self._toeplitz, **options)
         assert isinstance(found.strategy, BandedToeplitz)
-        if self._toeplitz is not request.workload:
-            return found.strategy, rmse(found.strategy, workload=request.workload)
-        return found.strategy, found.rmse
+        self._strategies[bands] = found.strategy
+        if self._toeplitz is request.workload:
+            return found.strategy, found.rmse
+        strategy = self._scaled(found.strategy)
+        return strategy, rmse(strategy, workload=request.workload)
+
+    def _scaled(self, strategy: Strategy) -> Strategy:
+        """With step scales, where the workload has a schedule and the noise follows from a budget; DP-SGD has none."""
+        request = self.request
+        if request.workload.coefficients is not None or strategy.bands == 1 or request.epsilon is None:
+            return strategy
+        norms = self._norms
+        if self._power is None:  # it hardly changes with the bands
+            self._power = best_power(strategy, request.workload, norms, request.sigma(strategy))
+        return scaled(strategy, norms, self._power)
+
+    @cached_property
+    def _norms(self) -> FloatArray:
+        return self.request.workload.operator.column_norms(self.request.steps)
 
     def polish(self, chosen: Candidate) -> tuple[Candidate, Strategy]:
         """The chosen candidate again, with the strategy of the very least error for its bands."""
-        bands = chosen.bands
+        request, bands = self.request, chosen.bands
         options: dict[str, Any] = {"workload": self._toeplitz}
         if bands > _POLISHED_BANDS:
             options |= {"normalize_columns": normalization(bands), "tolerance": 1e-9}
             options["start"] = self._strategies[bands].coefficients
-        strategy = banded_toeplitz(self.request.steps, bands, **options).strategy
+        strategy = self._scaled(banded_toeplitz(request.steps, bands, **options).strategy)
         return self.evaluate_strategy(strategy), strategy
 
     def _fits(self, bands: int) -> bool:
