@@ -319,7 +319,7 @@ class Plan(Setup):
         >>> import bandmf
         >>> data = {"examples": 6000, "batch_size": 60, "steps": 100, "sampling": "cyclic-poisson"}
         >>> plan = bandmf.plan(epsilon=2, delta=1e-6, **data)
-        >>> [round(rate, 2) for rate in plan.attack_rates([0.01, 0.1])], round(plan.advantage, 2)
+        >>> [round(rate, 2) for rate in plan.attack_rates([0.01, 0.1])], round(plan.advantage(), 2)
         ([0.02, 0.16], 0.1)
         """
         wanted = _check.array("false_positive_rates", false_positive_rates, 1)
@@ -327,7 +327,6 @@ class Plan(Setup):
             _check.real("false_positive_rates", float(rate), 0, 1)
         return attack_rates(table(self), wanted).tolist()
 
-    @property
     def advantage(self) -> float:
         """The most that an attack's true positive rate can be above its false positive rate: delta at epsilon 0."""
         return self.privacy_profile([0.0])[0]
